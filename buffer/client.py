@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,9 @@ LONG_SILENCE_S = 20.0
 REQUEST_TIMEOUT_S = 10.0
 """A request without an answer is sent again after so long: a turn of the service takes a fraction of it, a lost message
 costs no more. It is answered once, however often it is sent."""
+
+CONNECT_S = 600.0
+"""A service that asks to try again later, as while its disk is full, is greeted so much longer than a silent one."""
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -153,14 +157,17 @@ class BufferClient:
 
     # --- any client -------------------------------------------------------------------------------
 
-    def connect(self) -> p.Welcome:
+    def connect(self, deadline: float | None = None) -> p.Welcome:
         """Say hello; blocks until the service answers.
 
+        Args:
+            deadline: on the monotonic clock; None: `CONNECT_S` beyond `give_up_after_s`.
+
         Raises:
-            BufferUnavailable: it did not for `give_up_after_s`.
+            BufferUnavailable: it said nothing for `give_up_after_s`, or no welcome by the deadline.
             BufferRefused: it serves another run, or speaks another protocol.
         """
-        return self.hello().result(self._config.give_up_after_s + 10.0)
+        return await_welcome(self.hello(), [self], self._config, deadline)
 
     def hello(self) -> Future[p.Welcome]:
         """As `connect`, without blocking."""
@@ -174,6 +181,11 @@ class BufferClient:
         me = self._asker
         hello = p.Hello(me.role, me.name, me.session, shard=self.shard, num_shards=self._num_shards)
         return self._then(self._transport.submit(hello), welcomed)
+
+    @property
+    def put_off_because(self) -> str:
+        """Why the service last asked to try again later; empty where it has answered since."""
+        return self._transport.put_off_because
 
     @property
     def epoch(self) -> int:
@@ -431,6 +443,26 @@ class BufferClient:
         self._outbox.fail(error)
         for _, future in leases:
             settle(future, error)
+
+
+def await_welcome(
+    hello: Future[p.Welcome], clients: Sequence[BufferClient], config: BufferConfig, deadline: float | None
+) -> p.Welcome:
+    """The answer to a greeting by these clients, which itself fails where their services are silent.
+
+    Raises:
+        BufferUnavailable: there is none by the deadline of `BufferClient.connect`; names the services and why.
+    """
+    limit_s = config.give_up_after_s + CONNECT_S if deadline is None else max(0.0, deadline - time.monotonic())
+    try:
+        return hello.result(limit_s)
+    except TimeoutError:
+        whys = [
+            f"{each.address} {f'says: {why}' if (why := each.put_off_because) else 'is silent'}" for each in clients
+        ]
+        raise BufferUnavailable(
+            f"the buffer service did not welcome '{clients[0].name}' within {limit_s:.0f} s: {'; '.join(whys)}"
+        ) from None
 
 
 def _expect(answer: Answer, kind: type[M]) -> M:

@@ -163,7 +163,8 @@ class BufferConfig(BaseModel):
         default=0.0,
         ge=0.0,
         description="Above this size of stored data they are evicted as well; 0 sets no limit. What may not be evicted "
-        "(unused groups of single use, and under replay as many groups as may be outstanding) can exceed it.",
+        "(unused groups of single use, under replay as many groups as may be outstanding, and recorded groups that are "
+        "not used up) can exceed it.",
     )
     eviction: Literal["oldest", "lowest_reward"] = Field(
         default="oldest",

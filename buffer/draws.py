@@ -97,8 +97,9 @@ class Draws:
         ledger = tx.state.ledger
         raise BufferRefused(
             f"step {request.step} has {num_ready} of {request.num_groups} groups, and buffer.source has no more for "
-            f"it: {ledger.filtered} are filtered, as by steps that were skipped, and {ledger.uninformative} set "
-            f"aside. Resume with learner.num_steps = {request.step - 1} to end the run here"
+            f"it: {ledger.filtered} are filtered, as by steps that were skipped, {ledger.uninformative} set aside, and "
+            f"{ledger.evicted_unused} evicted unused, as damaged ones are. Resume with learner.num_steps = "
+            f"{request.step - 1} to end the run here"
         )
 
     def _owed(self, tx: Transaction) -> str:

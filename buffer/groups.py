@@ -219,13 +219,17 @@ class Groups:
         return True
 
     def evict(self, tx: Transaction) -> None:
-        """Remove groups while the store is above a capacity and there is one that may go."""
+        """Remove groups while the store is above a capacity and there is one that may go.
+
+        Recorded samples stay until they are used up, for nobody makes others.
+        """
         config = self.config
         excess = tx.state.num_records - config.capacity_trajectories
         excess_bytes = tx.live_bytes - config.capacity_gib * 2**30 if config.capacity_gib else 0.0
         while excess > 0 or excess_bytes > 0:
             first = self.index.first_to_go
-            if first is None or (first.kind == ELIGIBLE and len(self.index.ready) <= self._num_kept):
+            is_kept = config.source is not None or len(self.index.ready) <= self._num_kept
+            if first is None or (first.kind == ELIGIBLE and is_kept):
                 return
             group = tx.groups.require(first.group_id)
             # Pages are given back one by one, so what a group frees is estimated; the next run corrects it.

@@ -8,10 +8,11 @@ service alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +29,17 @@ from buffer.dispatch import (
     likely_tokens,
     window_size,
 )
-from buffer.errors import BufferRefused
+from buffer.errors import BufferRefused, CorruptRecord
 from buffer.length_model import LengthModel
 from buffer.prompt_laws import ByChance, EpochOrder, GroupSizes, PromptLaw, SuccessModel
 from buffer.protocol import Expect, LeaseRequest, VisitsReply
 from buffer.schema import VISITS
 from buffer.tables import Group, ReturnedPrompt
-from buffer.transaction import Transaction
+from buffer.transaction import Table, Transaction
 from common.run import RunFacts
 from common.staleness import StalenessContract
+
+log = logging.getLogger(__name__)
 
 _FURTHEST = 20.0
 """From the level, in logarithms; nobody believes more."""
@@ -86,8 +89,14 @@ class Prompts:
         """An actor wants to know lengths."""
 
     def load(self, tx: Transaction) -> None:
-        """Read what is stored, where that was not done."""
+        """Read what is stored, where that was not done. What was learned of a prompt is forgotten where it is damaged.
+
+        Raises:
+            CorruptRecord: a prompt of the window is damaged.
+        """
         if not self._is_loaded:
+            _forget_damaged(tx.lengths)
+            _forget_damaged(tx.tries)
             for _, waiting in tx.window.all_items():
                 self._window.put(waiting)
             for (prompt,), visit in tx.lengths.all_items():
@@ -232,3 +241,16 @@ class Prompts:
             del self._lanes[min(self._lanes, key=lambda lane: self._lanes[lane][1])]
         lanes = [each for each, said_s in self._lanes.values() if each > 0.0 and now_s - said_s < FORGOTTEN_S]
         return Speeds(request.token_s, lanes, self.pace.budget_s(self._contract))
+
+
+def _forget_damaged(table: Table[Any]) -> None:
+    """Delete the damaged rows of a table by prompt."""
+    damaged = []
+    for (prompt,) in table.all_keys():
+        try:
+            table.view(prompt)
+        except CorruptRecord as error:
+            log.error("what was learned of prompt %d is forgotten: %s", prompt, error)  # noqa: TRY400 - the text says all
+            damaged.append(prompt)
+    for prompt in damaged:
+        table.delete(prompt)

@@ -6,12 +6,12 @@ sends the replies after its commit: under load many acknowledgements share one f
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from buffer.sharding.core import ShardCore
 from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Stages, Upkeep
+from common.memory import keep_freed_memory
 from common.rpc.auth import ServiceKeys
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
 from common.run import RunFacts
@@ -53,8 +54,6 @@ _MAX_UNWRITTEN = 512
 """Messages that cannot be read are written down with the next commit that others ask for, or after so long or so
 many: who sends many of them costs the others no sync."""
 _FORGET_S = 60.0
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
 _MAX_CREDIT_ROWS = 1536
 _LEAST_CREDIT = p.Credit(64, 2**20)
 
@@ -111,10 +110,7 @@ def keep_memory() -> None:
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     pa.set_memory_pool(pa.system_memory_pool())
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(_M_MMAP_THRESHOLD, 64 * 2**20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+    keep_freed_memory(largest=64 * 2**20, most=256 * 2**20)
 
 
 class BufferService:
@@ -140,6 +136,8 @@ class BufferService:
         self._store = Store(folder, facts, durability=config.durability)
         try:
             self._store.read(self._core.leases.restart)
+            with suppress(StoreFull):  # what is damaged is then deleted by a later start
+                self._store.write(self._core.groups.prompts.load)
         except CorruptRecord as error:
             self._store.close()
             raise StoreError(f"the buffer in {folder} cannot be served: {error}. {RESTORE.capitalize()}") from error

@@ -108,7 +108,11 @@ class Store:
                 f"{data} is empty, but was served before: it was cut off. Restore it, or start a new run folder"
             )
         if size and not (self._read_only and is_served(self.folder)):
-            pages.check(data)
+            try:
+                pages.check(data)
+            except StoreError:
+                if not (self._read_only and is_served(self.folder)):  # else a service began to write meanwhile
+                    raise
         try:
             self._env = self._environment(max(first_map_size, size))
             self._page_size = int(self._env.stat()["psize"])
@@ -129,7 +133,7 @@ class Store:
         return identity
 
     def _table(self, name: str) -> lmdb._Database:
-        return self._env.open_db(name.encode(), create=not self._read_only)
+        return self._mapped(lambda: self._env.open_db(name.encode(), create=not self._read_only))
 
     def _identity(self, meta: lmdb._Database) -> Identity | None:
         stored = self._look(lambda txn: Table[bytes]("meta", txn, meta, caches=False).get("identity"))
@@ -251,7 +255,7 @@ class Store:
 
     def _look(self, look: Callable[[lmdb.Transaction], T]) -> T:
         try:
-            with self._begin_read() as txn:
+            with self._mapped(lambda: self._env.begin(buffers=True)) as txn:
                 return look(txn)
         except lmdb.ReadersFullError as error:
             raise StoreBusy(
@@ -260,12 +264,13 @@ class Store:
         except lmdb.Error as error:
             raise CorruptRecord(f"the buffer in {self.folder} is damaged ({error}): {RESTORE}") from error
 
-    def _begin_read(self) -> lmdb.Transaction:
+    def _mapped(self, begin: Callable[[], T]) -> T:
+        """Begin to read, once more where the writer has grown the file beyond our map."""
         try:
-            return self._env.begin(buffers=True)
-        except lmdb.MapResizedError:  # the writer has grown it
+            return begin()
+        except lmdb.MapResizedError:
             self._env.set_mapsize(0)
-            return self._env.begin(buffers=True)
+            return begin()
 
     def sync(self) -> None:
         """Force everything that was committed to disk.
@@ -284,15 +289,15 @@ class Store:
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         return [Reader(int(row[0]), row[1], int(row[2])) for row in rows if len(row) == 3 and row[2].isdigit()]
 
-    def structure_faults(self) -> list[str]:
-        """What is wrong with the pages of the file; none are looked at while a service writes them."""
-        if is_served(self.folder):
-            return []
-        try:
-            pages.check(self.folder / DATA, deep=True)
-        except StoreError as error:
-            return [str(error)]
-        return []
+    def structure_faults(self) -> list[str] | None:
+        """What is wrong with the pages of the file; None: a service writes them, so they cannot be checked."""
+        faults: list[str] = []
+        if not is_served(self.folder):
+            try:
+                pages.check(self.folder / DATA, deep=True)
+            except StoreError as error:
+                faults = [str(error)]
+        return None if is_served(self.folder) else faults
 
     @property
     def size_bytes(self) -> int:

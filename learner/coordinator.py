@@ -109,11 +109,13 @@ class NoBatch(TimeoutError):
 class Coordinator:
     """Draws batches and reports progress; exists on the coordinator rank alone."""
 
-    def __init__(self, context: RunContext[LearnerSections], channel: Channel, round_tokens: int) -> None:
+    def __init__(
+        self, context: RunContext[LearnerSections], channel: Channel, round_tokens: int, deadline: float | None = None
+    ) -> None:
         """Connect to the buffer service. A round of scoring has so many tokens at most, or one group.
 
         Raises:
-            BufferUnavailable: it does not answer.
+            BufferUnavailable: it does not answer, or lets it wait beyond the deadline, as in `BufferClient.connect`.
             BufferRefused: it serves another run.
         """
         self._addresses = context.buffer_addresses
@@ -128,7 +130,7 @@ class Coordinator:
             config=context.config.buffer,
             keys=context.keys,
         )
-        self._client.connect()
+        self._client.connect(deadline)
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Future[object]]] = []
         self._round_tokens = round_tokens

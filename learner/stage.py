@@ -222,7 +222,7 @@ class Stage:
         source = self._place.coordinator
         told, pairs = torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
         if self._place.is_coordinator:
-            self._coordinator = Coordinator(self._context, self._channel, self._packing.least_tokens)
+            self._coordinator = Coordinator(self._context, self._channel, self._packing.least_tokens, deadline)
             self._coordinator.begin(self._progress.version, self._progress.step, deadline)
             pairs = torch.tensor(list(self._coordinator.resumed_at.items()))
             told += torch.tensor([self._coordinator.incarnation, len(pairs)])

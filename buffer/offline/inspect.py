@@ -319,15 +319,12 @@ class _Reader:
         return found, None
 
     def _view(self, tx: Transaction, group_id: int, with_samples: bool) -> GroupView | None:
-        try:
-            group = tx.groups.get(group_id)
-        except CorruptRecord as error:
-            self._damaged.append(_sentence(f"group {group_id}", error, self._store.folder))
-            return None
+        group = self._whole(f"group {group_id}", lambda: tx.groups.get(group_id))
         if group is None:
             return None
-        oldest = None if group.oldest is None else tx.state.effective(group.oldest)
-        view = GroupView(self._store.facts.shard, group, oldest, tx.tries.get(group.prompt_id))
+        prompt_id, oldest = group.prompt_id, None if group.oldest is None else tx.state.effective(group.oldest)
+        tries = self._whole(f"the success of prompt {prompt_id}", lambda: tx.tries.get(prompt_id))
+        view = GroupView(self._store.facts.shard, group, oldest, tries)
         if not self._wanted.accepts(view):
             return None
         return replace(view, samples=self._samples(tx, group)) if with_samples else view
@@ -338,16 +335,23 @@ class _Reader:
         for index, record_id in enumerate(group.records):
             if record_id == NO_RECORD:
                 continue
-            try:
-                if record_id not in blocks:
-                    (block,) = tx.blocks_of([record_id])
-                    blocks |= dict.fromkeys(rows.records_in(block), block)
-                record = rows.only(blocks[record_id], record_id)
-                samples.append(Sample(index, record_id, record, tx.scores.get(record_id)))
-            except CorruptRecord as error:
-                what = f"record {record_id} of group {group.group_id}"
-                self._damaged.append(_sentence(what, error, self._store.folder))
+            what = f"record {record_id} of group {group.group_id}"
+            if record_id not in blocks:
+                found = self._whole(what, partial(tx.blocks_of, [record_id]))
+                if found is None:
+                    continue
+                blocks |= dict.fromkeys(rows.records_in(found[0]), found[0])
+            scores = self._whole(f"the scores of {what}", partial(tx.scores.get, record_id))
+            samples.append(Sample(index, record_id, rows.only(blocks[record_id], record_id), scores))
         return samples
+
+    def _whole(self, what: str, read: Callable[[], T | None]) -> T | None:
+        """What is read; None where it is damaged, which is named."""
+        try:
+            return read()
+        except CorruptRecord as error:
+            self._damaged.append(f"{what}: {error} (in {self._store.folder})")
+            return None
 
 
 def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
@@ -379,8 +383,3 @@ def _naming(folder: Path) -> Iterator[None]:
             f"the buffer in {folder} is damaged: {error}. {RESTORE.capitalize()}; `leeway buffer verify {folder}` "
             "names all that is damaged"
         ) from error
-
-
-def _sentence(what: str, error: CorruptRecord, folder: Path) -> str:
-    """What is damaged, and where."""
-    return f"{what}: {error} (in {folder})"

@@ -21,7 +21,7 @@ from buffer.ledger import COMMITTED_STATES, COUNTS
 from buffer.offline.inspect import look_at
 from buffer.rows import group_of, records_in
 from buffer.sharding.division import store_folders
-from buffer.store import DATA, Store, is_served, own
+from buffer.store import DATA, Store, own
 from buffer.tables import NO_RECORD, DrawRecord
 from buffer.transaction import TABLES, Transaction
 from common.files import sync
@@ -70,8 +70,8 @@ def check_store(store: Store) -> dict[str, Any]:
     """
     structure = store.structure_faults()
     report = look_at(store, verify)
-    report["faults"] += structure
-    report["has_checked_pages"] = not is_served(store.folder)
+    report["faults"] += structure or []
+    report["has_checked_pages"] = structure is not None
     return report
 
 

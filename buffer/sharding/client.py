@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Granted, Unscored, Visits
+from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Granted, Unscored, Visits, await_welcome
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.outbox import Together
@@ -92,14 +92,15 @@ class ShardedClient:
 
     # --- any client -------------------------------------------------------------------------------
 
-    def connect(self) -> p.Welcome:
+    def connect(self, deadline: float | None = None) -> p.Welcome:
         """Say hello; blocks until all shards answer, but those that are silent: they are greeted when they do.
 
         Raises:
-            BufferUnavailable: none did for `give_up_after_s`.
+            BufferUnavailable: none said anything for `give_up_after_s`, or no welcome by the deadline.
             BufferRefused: one serves another run or another shard, or speaks another protocol.
         """
-        return self._submit(self._connect).result(self._config.give_up_after_s + 20.0)
+        clients = [shard.client for shard in self._shards]
+        return await_welcome(self._submit(self._connect), clients, self._config, deadline)
 
     @property
     def heard_at(self) -> float:

@@ -141,6 +141,8 @@ class RpcClient:
         self._heard_at = self._answered_at = time.monotonic()
         self._patience_factor = 1
         self._who = f"the {protocol.service} at {address}"
+        self.put_off_because = ""
+        """Why the service last asked to try again later; empty where it has answered since."""
         self.has_ended = False
         """Nothing can be sent any more."""
         self._thread = threading.Thread(target=self._run, name=f"{asker.name} to {protocol.service}", daemon=True)
@@ -370,6 +372,7 @@ class RpcClient:
 
     def _settle(self, call: _Call, reply: Any, body: memoryview) -> None:  # noqa: ANN401 -- one of the protocol's
         del self._calls[call.request_id]
+        self.put_off_because = ""
         if call.sent_at is not None and time.monotonic() - call.sent_at < self._patience.resend_s:
             self._patience_factor = 1  # the link is fast again
         if isinstance(reply, Refused):
@@ -394,7 +397,7 @@ class RpcClient:
         """The service lives, but cannot serve the request now: wait a little longer each time."""
         if call.num_refused in (1, 60):
             log.warning("%s lets %s wait: %s", self._who, call.name, reason)
-        now = time.monotonic()
+        self.put_off_because, now = reason, time.monotonic()
         call.sent_at, call.not_before = None, now + min(_RETRY_S * 2 ** min(call.num_refused, 8), _MAX_RETRY_S)
         call.num_refused += 1
         call.gives_up_at = max(call.gives_up_at, now + self._patience.give_up_s)

@@ -257,7 +257,7 @@ class BufferServices(Services):
             keys=self._plan.client_keys,
         )
         try:
-            self._client.connect()
+            self._client.connect(deadline)
         except BufferError as error:
             raise RunFailed(f"the buffer service does not answer: {error}; see {self._logs}") from error
 

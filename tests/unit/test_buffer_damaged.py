@@ -7,6 +7,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
+from buffer.length_model import Visit
 from buffer.rows import records_in
 from buffer.service import BufferService
 from buffer.store import Store
@@ -73,17 +74,36 @@ def test_a_trained_step_that_is_damaged_since_is_redone_with_other_groups(make):
     put_back(buffer, kept)
 
 
-def test_a_store_with_a_damaged_group_is_refused_by_the_service_that_would_not_know_where_it_stands(make):
-    buffer = make(groups_per_step=1)
+@pytest.mark.parametrize("table", ["groups", "window"])
+def test_a_store_with_a_damaged_group_or_waiting_prompt_is_refused_by_the_service(make, table):
+    buffer = make(BufferConfig(prompt_law="posterior"), groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 1)
+    ((key,), *_) = buffer.store.read(lambda tx: list(getattr(tx, table).all_keys()))
+    kept = flip(buffer, table, key, at=10)
+    buffer.store.close()
+    with pytest.raises(StoreError, match=f"{buffer.folder} cannot be served: .*'{table}'.* checksum.* Restore it"):
+        BufferService(buffer.config, buffer.facts, buffer.folder)
+    buffer.store = Store(buffer.folder, buffer.facts)
+    buffer.store.write(lambda tx: getattr(tx, table).put(kept, key))
+
+
+@pytest.mark.parametrize("table", ["tries", "lengths"])
+def test_what_was_learned_of_a_prompt_is_forgotten_where_it_is_damaged(make, caplog, table):
+    buffer = make(BufferConfig(prompt_law="posterior"), groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
     generate(buffer, actor, 2)
-    kept = flip(buffer, "groups", 1)
+    (damaged, good) = buffer.store.read(lambda tx: [prompt for (prompt,) in tx.tries.all_keys()])
+    buffer.store.write(lambda tx: [tx.lengths.put(Visit(1.0, 1.0, 0), prompt) for prompt in (damaged, good)])
+    flip(buffer, table, damaged, at=10)
     buffer.store.close()
-    with pytest.raises(StoreError, match=f"{buffer.folder} cannot be served: .*'groups'.* checksum.* Restore it"):
-        BufferService(buffer.config, buffer.facts, buffer.folder)
-    buffer.store = Store(buffer.folder, buffer.facts)
-    buffer.store.write(lambda tx: tx.groups.put(kept, 1))
+    BufferService(buffer.config, buffer.facts, buffer.folder).close()
+    assert f"what was learned of prompt {damaged} is forgotten: the store's table '{table}'" in caplog.text
+    buffer.restart()
+    assert buffer.status().num_ready_groups == 2
+    assert buffer.store.read(lambda tx: list(getattr(tx, table).all_keys())) == [(good,)]
 
 
 def test_damaged_scores_are_deleted_and_written_anew(make):

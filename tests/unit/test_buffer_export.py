@@ -19,6 +19,7 @@ from buffer.offline import verify as verifying
 from buffer.offline.export import STATE, export, version_bounds
 from buffer.offline.inspect import Inspection, Selection
 from buffer.offline.verify import compact, verify
+from buffer.prompt_laws import Tries
 from buffer.rows import SPAN
 from buffer.store import Store, own
 from tests.world.buffer import Actor, InProcessBuffer, facts
@@ -49,14 +50,14 @@ def exported(folder, out, wanted=None):
         return export(inspection, wanted or Selection(), out)
 
 
-def damage(folder, record):
+def damage(folder, number, table="records"):
     with lmdb.open(str(folder), max_dbs=64, map_size=2**26) as env:
-        records = env.open_db(b"records", create=False)
+        rows = env.open_db(table.encode(), create=False)
         with env.begin(write=True) as txn:
-            key = record.to_bytes(8, "big")
-            value = bytearray(txn.get(key, db=records))
+            key = number.to_bytes(8, "big")
+            value = bytearray(txn.get(key, db=rows))
             value[-1] ^= 1
-            txn.put(key, bytes(value), db=records)
+            txn.put(key, bytes(value), db=rows)
 
 
 def test_every_stored_trajectory_is_exported_with_what_became_of_it(run, tmp_path):
@@ -120,6 +121,24 @@ def test_a_damaged_block_is_left_out_and_its_records_named(run, tmp_path):
     assert done.num_rows == 14
     assert [each[:22] for each in done.damaged] == ["record 3 of group 2: t", "record 4 of group 2: t"]
     assert 3 not in pq.read_table(tmp_path / "out.parquet")["record_id"].to_pylist()
+
+
+def test_samples_whose_scores_or_whose_prompts_success_are_damaged_are_exported_without_them(run, tmp_path):
+    store = Store(run / "buffer", facts())
+    prompt = store.read(lambda tx: tx.groups.require(1).prompt_id)
+    store.write(lambda tx: tx.tries.put(Tries(1.0, 1.0, 0), prompt))
+    store.close()
+    damage(run / "buffer", prompt, "tries")
+    damage(run / "buffer", 3, "scores")
+    done = exported(run, tmp_path / "out.parquet")
+    assert done.num_rows == 16
+    named = [
+        f"the success of prompt {prompt}: the store's table",
+        "the scores of record 3 of group 2: the store's table",
+    ]
+    assert [each.partition(" 'tries'")[0].partition(" 'scores'")[0] for each in done.damaged] == named
+    scores = pq.read_table(tmp_path / "out.parquet")["reference_logprobs"].to_pylist()
+    assert scores[:5] == [[-0.25] * 2, [-0.25] * 2, None, [-0.25] * 3, None]
 
 
 def test_an_export_that_fails_leaves_neither_half_a_file_nor_the_old_one_changed(run, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What happens where something does not come, or cannot be written for a while: order, deadlines, sequence numbers."""
 
 import contextlib
+import threading
 import time
 from concurrent.futures import Future
 
@@ -15,9 +16,12 @@ from buffer.errors import BufferRefused, BufferUnavailable, StoreFull
 from buffer.service import BufferService
 from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
 from common.rpc.messages import Asker
+from common.staleness import PolicyVersion
+from learner.coordinator import Coordinator
 from tests.world.buffer import Actor, facts, make_trajectory
+from tests.world.run_context import run_context
 from tests.world.serving import serving
-from tests.world.waiting import wait_until
+from tests.world.waiting import LIMIT_S, wait_until
 
 CONFIG = BufferConfig(give_up_after_s=60.0)
 
@@ -110,6 +114,57 @@ def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(s
     assert (ledger["in_flight"], ledger["failed"], ledger["gap"]) == (0, 2, 0)
     client.close(1.0)
     learner.close(1.0)
+
+
+def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch, tmp_path):
+    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
+    monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
+    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})
+    context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_addresses=(service.address,))
+    coordinator = Coordinator(context, None, 64)
+    has_space, write = threading.Event(), service._store.write
+
+    def full(change):
+        if not has_space.is_set():
+            raise StoreFull("no space is left")
+        return write(change)
+
+    monkeypatch.setattr(service._store, "write", full)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=f"{service.address} was asked to begin an incarnation .* its disk is full"):
+        coordinator.begin(3, 3, began + 1.5)
+    assert time.monotonic() - began > 1.5 > impatient.give_up_after_s + 2 * 0.1
+    threading.Timer(1.0, has_space.set).start()
+    coordinator.begin(3, 3, time.monotonic() + LIMIT_S)
+    assert coordinator.resumed_at == {0: 3}
+    assert coordinator.newest_published is None, "of this learner's no version is on disk yet"
+    coordinator.published(PolicyVersion(0, 3))
+    coordinator.settle(heartbeats=False)
+    assert coordinator.newest_published == 3
+    coordinator.close()
+
+
+def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
+    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
+    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})
+    has_space, write = threading.Event(), service._store.write
+
+    def full(change):
+        if not has_space.is_set():
+            raise StoreFull("no space is left")
+        return write(change)
+
+    monkeypatch.setattr(service._store, "write", full)
+    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=impatient)
+    began = time.monotonic()
+    with pytest.raises(BufferUnavailable, match=f"welcome 'actor-0' within . s: {service.address} says: no space is"):
+        client.connect(began + 1.5)
+    assert time.monotonic() - began > 1.5 > impatient.give_up_after_s
+    threading.Timer(1.0, has_space.set).start()
+    assert client.connect().epoch == 1
+    assert client.put_off_because == ""
+    client.close(1.0)
 
 
 def test_a_trajectory_that_cannot_be_sent_leaves_no_hole_in_the_sequence(serve):

@@ -14,7 +14,7 @@ from buffer import client as client_module
 from buffer import service as service_module
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
-from buffer.errors import BufferRefused, BufferUnavailable
+from buffer.errors import BufferRefused, BufferUnavailable, StoreFull
 from buffer.service import BufferService
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.sharding.shards import Shard
@@ -337,6 +337,25 @@ def test_a_shard_that_never_answers_is_an_error_that_names_it(services, monkeypa
     with pytest.raises(BufferUnavailable, match=f"shard 1: the buffer service at {services.addresses[1]}"):
         publish_for(client, 60.0)
     client.close(0.2)
+
+
+def test_shards_that_put_the_greeting_off_are_named_with_their_reasons(services, monkeypatch):
+    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
+    client = open_client(services.addresses, run_id="r", role="actor", name="actor-0", config=CONFIG)
+    writes = [service._store.write for service in services.services]
+
+    def full(_):
+        raise StoreFull("no space is left")
+
+    for service in services.services:
+        monkeypatch.setattr(service._store, "write", full)
+    whys = "; ".join(f"{address} says: no space is left" for address in services.addresses)
+    with pytest.raises(BufferUnavailable, match=f"did not welcome 'actor-0' within 1 s: {whys}"):
+        client.connect(time.monotonic() + 1.0)
+    for service, write in zip(services.services, writes, strict=True):
+        monkeypatch.setattr(service._store, "write", write)
+    assert client.connect(time.monotonic() + 60).epoch == 1
+    client.close(0.5)
 
 
 def publish_for(client, seconds):

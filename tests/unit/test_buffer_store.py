@@ -1,6 +1,7 @@
 """The store: damage, size, verification, and who may open it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,11 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from buffer import pages, schema
 from buffer import protocol as p
-from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
-from buffer.store import Store
+from buffer.offline.verify import check_store
+from buffer.store import Store, own
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import Table
@@ -105,6 +107,44 @@ def test_a_store_of_another_schema_version_is_neither_continued_nor_read(tmp_pat
             Store(tmp_path, reader)
     status, _, said = verified(tmp_path)
     assert (status, said.count("\n")) == (1, 1)
+
+
+def test_a_store_whose_service_starts_while_its_pages_are_checked_is_not_called_damaged(tmp_path, monkeypatch):
+    Store(tmp_path, facts()).close()
+    locks = []
+
+    def overtaken(data, *, deep=False):
+        locks.append(own(data.parent))
+        raise StoreError("page 3 is used twice")
+
+    monkeypatch.setattr(pages, "check", overtaken)
+    store = Store(tmp_path, None)
+    os.close(locks.pop())
+    report = check_store(store)
+    assert (report["faults"], report["has_checked_pages"]) == ([], False)
+    os.close(locks.pop())
+    store.close()
+
+
+@pytest.mark.process
+def test_a_store_that_grows_beyond_the_map_of_a_reader_is_opened(tmp_path, monkeypatch):
+    Store(tmp_path, facts()).close()
+    grow = (
+        "import lmdb, sys; env = lmdb.open(sys.argv[1], map_size=2**24, max_dbs=64)\n"
+        "with env.begin(write=True) as txn: txn.put(b'k' * 8, bytes(2**22), db=env.open_db(b'quarantine', txn))"
+    )
+    table = Store._table
+
+    def after_growth(store, name):
+        if name == "window":
+            subprocess.run([sys.executable, "-c", grow, str(tmp_path)], check=True, timeout=60)
+        return table(store, name)
+
+    monkeypatch.setattr(Store, "_table", after_growth)
+    store = Store(tmp_path, None, first_map_size=2**16)
+    assert store.size_bytes > 2**22
+    assert store.read(lambda tx: tx.quarantine.count) == 1
+    store.close()
 
 
 def test_a_store_is_refused_to_a_second_owner_another_run_and_when_cut_off(tmp_path):
