@@ -117,7 +117,7 @@ def make_sessions_folder() -> Path:
 
 
 def _is_quiet(session: Path) -> bool:
-    """Has nothing written there for an hour? Where containers share the folder, a process of another is not seen here."""
+    """Has nothing written there for an hour? Containers may share the folder, and not see each other's processes."""
     newest = max((file.lstat().st_mtime for file in (session, *session.glob("logs/*"))), default=0.0)
     return time.time() - newest > _QUIET_S
 
