@@ -36,7 +36,7 @@ def test_the_page_shows_both_sides_and_which_bars_are_missed():
     wanted = trl.judged(result, trl.BARS, "at least", at_full_size=True)
     text = "\n".join(trl.page({**result, "machine": machine, "wanted": wanted}, 3))
     assert "| `long_over_trl` | 3 | 2.500 | **no** |" in text
-    assert "| short | leeway | 576.7 | 0.980 | - |" in text
+    assert "| short | leeway | 576.67 | 0.980 | - |" in text
 
 
 @pytest.mark.parametrize("name", trl.CASES)
