@@ -37,6 +37,9 @@ def test_the_page_shows_both_sides_and_which_bars_are_missed():
     text = "\n".join(trl.page({**result, "machine": machine, "wanted": wanted}, 3))
     assert "| `long_over_trl` | 3 | 2.500 | **no** |" in text
     assert "| short | leeway | 576.67 | 0.980 | - |" in text
+    result["cases"]["long"] = {"leeway": side(50, 37, 1.0), "trl": side(20)}
+    text = "\n".join(trl.page({**result, "machine": machine, "wanted": wanted}, 3))
+    assert "| long | leeway | 50.00 | - | - |" in text, "nothing to compare with"
 
 
 @pytest.mark.parametrize("name", trl.CASES)
