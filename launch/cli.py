@@ -459,9 +459,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     taken = getattr(parsed, "config", None) or getattr(parsed, "run", None)
     if overrides and taken is not None:
         before = words[[Path(word) for word in words].index(taken) - 1]
-        if (
-            before in overrides and before.startswith("--") and "=" not in before
-        ):  # argparse does not know that it has a value
+        # argparse does not know that an override has a value
+        if before in overrides and before.startswith("--") and "=" not in before:
             what = "CONFIG" if "config" in parsed else "RUN"
             raise ConfigError(f"give {what} first, and {before} after it: '{taken}' is taken for {what}")
     parsed.overrides = overrides
