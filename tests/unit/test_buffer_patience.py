@@ -46,6 +46,19 @@ def serve(tmp_path):
         yield start
 
 
+def space_on_disk(service, monkeypatch):
+    """An event: until it is set, the disk of the service is full."""
+    has_space, write = threading.Event(), service._store.write
+
+    def full(change):
+        if not has_space.is_set():
+            raise StoreFull("no space is left")
+        return write(change)
+
+    monkeypatch.setattr(service._store, "write", full)
+    return has_space
+
+
 def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait():
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -123,14 +136,7 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_addresses=(service.address,))
     coordinator = Coordinator(context, None, 64)
-    has_space, write = threading.Event(), service._store.write
-
-    def full(change):
-        if not has_space.is_set():
-            raise StoreFull("no space is left")
-        return write(change)
-
-    monkeypatch.setattr(service._store, "write", full)
+    has_space = space_on_disk(service, monkeypatch)
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=f"{service.address} was asked to begin an incarnation .* its disk is full"):
         coordinator.begin(3, 3, began + 1.5)
@@ -148,14 +154,7 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
 def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
     service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})
-    has_space, write = threading.Event(), service._store.write
-
-    def full(change):
-        if not has_space.is_set():
-            raise StoreFull("no space is left")
-        return write(change)
-
-    monkeypatch.setattr(service._store, "write", full)
+    has_space = space_on_disk(service, monkeypatch)
     client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=impatient)
     began = time.monotonic()
     with pytest.raises(BufferUnavailable, match=f"welcome 'actor-0' within . s: {service.address} says: no space is"):
