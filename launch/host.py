@@ -118,8 +118,9 @@ def make_sessions_folder() -> Path:
 
 def _is_quiet(session: Path) -> bool:
     """Has nothing written there for an hour? Containers may share the folder, and not see each other's processes."""
-    newest = max((file.lstat().st_mtime for file in (session, *session.glob("logs/*"))), default=0.0)
-    return time.time() - newest > _QUIET_S
+    with contextlib.suppress(FileNotFoundError):  # another command that starts removes it, or its process writes
+        return time.time() - max(file.lstat().st_mtime for file in (session, *session.glob("logs/*"))) > _QUIET_S
+    return False
 
 
 def answers(address: str, limit_s: float = CONNECT_S) -> bool:

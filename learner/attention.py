@@ -121,8 +121,7 @@ class AttentionLayout:
             row_NQ = row + np.arange(query_NQ.size).reshape(query_NQ.shape)
             # of a prompt that several ask from, for it is short, all rows are alike
             scatter_T[query_NQ[inside_NL[:, shared:]]] = row_NQ[inside_NL[:, shared:]]
-            queries, keys = (torch.from_numpy(cells).to(self.edges.device) for cells in (query_NQ, key_NL))
-            grids.append(Grid(queries, keys))
+            grids.append(Grid(*(torch.from_numpy(cells).to(self.edges.device) for cells in (query_NQ, key_NL))))
             row += query_NQ.size
         return Grids(tuple(grids), torch.from_numpy(scatter_T).to(self.edges.device))
 

@@ -126,6 +126,7 @@ def test_the_session_of_a_command_that_was_killed_is_removed_and_that_of_a_livin
     host.make_sessions_folder()
     assert len([*folder.iterdir()]) == 4, "it was written to just now, maybe by a process of another container"
     monkeypatch.setattr(host, "_QUIET_S", -1.0)
+    assert not host._is_quiet(folder / "session_gone_1"), "two commands that start at once remove the same ones"
     assert host.make_sessions_folder() == folder
     left = {each.name for each in folder.iterdir()}
     assert left == {f"session_2026-11-26_09-00-00_1_{os.getpid()}", "session_latest", "other"}
