@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from statistics import NormalDist
 
 import numpy as np
@@ -169,9 +168,3 @@ def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> fl
     size = (len(scores) - float((counts**2).sum()) / len(scores)) / (len(counts) - 1)
     shared = max(0.0, (between - within) / size)
     return shared / (shared + within) if shared + within > 0.0 else 0.0
-
-
-def score_of(*key: object) -> float:
-    """A standard normal score that is the same wherever the same key is asked for."""
-    number = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
-    return NormalDist().inv_cdf((number + 0.5) / 2**64)

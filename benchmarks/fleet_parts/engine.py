@@ -19,13 +19,12 @@ from actors.config import ActorsConfig
 from actors.engine import EngineDead, RequestKey, UpdateTiming
 from actors.engine_stats import EngineReport
 from actors.generation import Generation
-from benchmarks.fleet_parts.setting import EngineSetting
+from benchmarks.fleet_parts.setting import EngineSetting, score_of
 from buffer.trajectory import HANDED_ON, Prefix, VersionSpan
 from common.costs import Moments
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from planning.engine import TokenClock
-from planning.lengths import score_of
 from weight_sync.store import StagedVersion
 
 _LOGPROB = -1.0

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from actors.sample import sample_seed
 from actors.tasks import load_encoded
+from benchmarks.fleet_parts.setting import score_of
 from buffer.prompt_laws import order_of
 from launch.config import Config
-from planning.lengths import LengthLaw, score_of
+from planning.lengths import LengthLaw
 
 
 class FleetPrompts:

@@ -9,7 +9,7 @@ import pytest
 
 from actors.config import ActorsConfig
 from benchmarks.fleet_parts.engine import SleepingEngine
-from benchmarks.fleet_parts.setting import VARIABLE, EngineSetting, FleetSetting
+from benchmarks.fleet_parts.setting import VARIABLE, EngineSetting, FleetSetting, score_of
 from common.costs import TokenTime
 from common.staleness import PolicyVersion
 from planning.lengths import LengthLaw
@@ -86,3 +86,9 @@ def test_a_setting_survives_the_environment(monkeypatch):
     setting = FleetSetting({"a": LAW}, LengthLaw.lognormal(20, 0.8, 60, 0.65), 0.5, 1e-4)
     monkeypatch.setenv(VARIABLE, setting.as_text())
     assert FleetSetting.here() == setting
+
+
+def test_scores_are_standard_normal_and_the_same_for_the_same_key():
+    scores = [score_of("p", number) for number in range(4000)]
+    assert (np.mean(scores), np.std(scores)) == (pytest.approx(0, abs=0.05), pytest.approx(1, abs=0.05))
+    assert score_of(1, 2) == score_of(1, 2) != score_of(2, 1)
