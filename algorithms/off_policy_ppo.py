@@ -80,7 +80,7 @@ from algorithms.corrections import (
     importance_weights,
     surrogate_of,
 )
-from algorithms.surrogates import AnySurrogate, AnyWhole, SequenceClip, TokenClip
+from algorithms.surrogates import AnySurrogate, AnyWhole, TokenClip
 from common.user_file import Reference, load_object
 
 CLIP = 0.2
@@ -300,8 +300,8 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     surrogate = surrogate_of(config.corrections, default)
     found = surrogate.objective(inputs, advantage_T)
     objective_T = found.objective_T
-    if config.mean_over == "sequences" and isinstance(surrogate, SequenceClip):
-        # it divides by the length already, as the share does
+    if config.mean_over == "sequences" and found.sums_to_sequence:
+        # the share divides by the length again
         objective_T = objective_T * inputs.length_B[inputs.sequence_T]
     loss = -(share_T * weighing.weight_T * objective_T).sum()
     metrics["off_policy/clip_frac_low"] = share_of(found.low_T & weighing.kept_T, num_tokens)

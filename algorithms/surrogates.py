@@ -44,6 +44,8 @@ class Objective:
     high_T: Tensor
     weight_T: Tensor | None = None
     """The weight pi / mu that a whole surrogate has applied itself."""
+    sums_to_sequence: bool = False
+    """Is each token's a share of its sequence's, so that the length is divided out already?"""
 
 
 class Surrogate(Protocol):
@@ -86,7 +88,7 @@ class SequenceClip(Correction):
         ratio_B = clamped_exp(inputs.sum_per_sequence(log_u_T))
         found = _pessimistic(ratio_B[inputs.sequence_T], advantage_T, 1 - self.clip_low, 1 + self.clip_high)
         length_T = inputs.length_B[inputs.sequence_T].to(advantage_T.dtype)
-        return Objective(found.objective_T / length_T, found.low_T, found.high_T)
+        return Objective(found.objective_T / length_T, found.low_T, found.high_T, sums_to_sequence=True)
 
 
 class GSPO(Correction):
