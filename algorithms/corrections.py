@@ -260,18 +260,18 @@ def effective_sample_share(weights: Tensor) -> float | None:
     return float(wide.mean().square()) / mean_square if mean_square > 0 else 0.0
 
 
-def off_policy_metrics(inputs: LossInputs, single_version_B: Tensor, weights_T: Tensor | None = None) -> Metrics:
+def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | None = None) -> Metrics:
     """Diagnostics of rho = pi_prox / mu on the batch, before its update.
 
     Args:
-        inputs: the batch; its proximal log-probabilities are the learner's at the start of the draw, and it has lags.
-        single_version_B: bool, every token of the sequence was sampled by one version.
+        inputs: the batch; its proximal log-probabilities are the learner's at the start of the draw.
+        fresh_T: bool, tokens that these very weights sampled, in sequences of which they sampled all.
         weights_T: the weights that the loss applied, after corrections; None where it has none.
 
     Returns:
         `mismatch/k1` mean(log mu - log pi) and `mismatch/k3` mean(rho - 1 - log rho), estimates of KL(mu || pi);
-        `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on tokens of lag 0 in single-version sequences, where
-        any difference is an implementation gap and not staleness (None where there are none);
+        `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on fresh tokens, where any difference is an
+        implementation gap and not staleness (None where there are none);
         `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`, `ess_sequence` of rho;
         and of the applied weights `*_truncated` and `off_policy/masked_frac`, the share of tokens that weigh 0.
         All but `lag0_tokens`, then 0, are None where a behaviour log-probability is missing (not finite), which some
@@ -285,15 +285,13 @@ def off_policy_metrics(inputs: LossInputs, single_version_B: Tensor, weights_T: 
     k3_T = rho_T - 1 - log_rho_T
     written_B = inputs.length_B > 0
     rho_B = clamped_exp(inputs.sum_per_sequence(log_rho_T))[written_B]
-    assert inputs.lag_T is not None, "nobody has counted the lag of the tokens"
-    same_T = (inputs.lag_T == 0) & single_version_B[inputs.sequence_T]
-    num_same = int(same_T.sum())
+    num_fresh = int(fresh_T.sum())
     metrics: Metrics = {
         "mismatch/k1": float(-log_rho_T.mean()),
         "mismatch/k3": float(k3_T.mean()),
-        "mismatch/lag0_abs": float(log_rho_T[same_T].abs().mean()) if num_same else None,
-        "mismatch/lag0_k3": float(k3_T[same_T].mean()) if num_same else None,
-        "mismatch/lag0_tokens": float(num_same),
+        "mismatch/lag0_abs": float(log_rho_T[fresh_T].abs().mean()) if num_fresh else None,
+        "mismatch/lag0_k3": float(k3_T[fresh_T].mean()) if num_fresh else None,
+        "mismatch/lag0_tokens": float(num_fresh),
         "off_policy/chi2": float(rho_T.double().square().mean() - 1),
         "off_policy/ess_token": effective_sample_share(rho_T),
         "off_policy/ess_sequence": effective_sample_share(rho_B),

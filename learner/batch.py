@@ -135,6 +135,11 @@ class StepBatch:
         """Versions between the sampling of each token and its training."""
         return self.version - self.counted_T
 
+    @property
+    def fresh_T(self) -> npt.NDArray[np.bool_]:
+        """Tokens of lag 0 in sequences of a single version, which no restart abandoned: no staleness parts them."""
+        return (self.lag_T == 0) & self.single_version_B[self.sequence_T] & ~self.abandoned_T
+
     def unscored(self) -> IntArray:
         """Indices of sequences that the reference model has not scored yet."""
         return np.flatnonzero(self.rows.column("reference_logprobs").is_null())
@@ -184,8 +189,7 @@ class StepBatch:
 def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
     """The metric `mismatch/lag0_abs`, actor by actor.
 
-    Only tokens of lag 0 in sequences of a single version count: there the difference is an implementation gap, or
-    wrong weights, and not staleness.
+    Only fresh tokens count: there the difference is an implementation gap, or wrong weights, and not staleness.
 
     Args:
         batch: the draw.
@@ -194,7 +198,7 @@ def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
     sampled_T = np.asarray(batch.rows.column("logprobs").flatten(), np.float64)
     actor_B = np.asarray(batch.rows.column("actor"))
     difference_T = np.abs(sampled_T - logprobs_T.detach().double().cpu().numpy())
-    counts_T = (batch.lag_T == 0) & batch.single_version_B[batch.sequence_T] & np.isfinite(difference_T)
+    counts_T = batch.fresh_T & np.isfinite(difference_T)
     found: Lag0ByActor = {}
     for actor in np.unique(actor_B):
         where_T = counts_T & (actor_B == actor)[batch.sequence_T]

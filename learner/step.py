@@ -406,8 +406,7 @@ class LossEvaluator:
 
 def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:
     """How far the data of a batch are from the policy."""
-    single_version_B = torch.from_numpy(batch.single_version_B).to(inputs.logprobs_T.device)
-    found = off_policy_metrics(inputs, single_version_B, weights_T)
+    found = off_policy_metrics(inputs, torch.from_numpy(batch.fresh_T).to(inputs.logprobs_T.device), weights_T)
     return {name: value if value is None or math.isfinite(value) else None for name, value in found.items()}
 
 

@@ -238,7 +238,7 @@ def update(
     """One optimizer step, at a rate that the effective sample size may lower. False: the gradient is not finite."""
     output = loss(inputs)
     if ess is not None:
-        metrics = off_policy_metrics(inputs, inputs.finished_B, output.weights_T)
+        metrics = off_policy_metrics(inputs, inputs.finished_B[inputs.sequence_T], output.weights_T)
         learning_rate *= ess.decide(metrics["off_policy/ess_sequence"], drops_in_a_row=0).lr_scale
     adam.zero_grad()
     output.loss.backward()

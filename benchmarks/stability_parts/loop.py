@@ -233,7 +233,8 @@ class DelayedRun:
             lag_T=torch.full_like(samples.sequence_T, min(number, self.lag)),
         )
         output = self._loss(inputs)
-        metrics = off_policy_metrics(inputs, torch.ones_like(inputs.finished_B), output.weights_T)
+        fresh_T = torch.full_like(samples.sequence_T, min(number, self.lag) == 0, dtype=torch.bool)
+        metrics = off_policy_metrics(inputs, fresh_T, output.weights_T)
         self._adam.zero_grad()
         output.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)

@@ -64,8 +64,8 @@ METRICS: dict[str, str] = {
     "mismatch/k1": "mean(log mu - log pi) over the draw's tokens, pi at the start of the step; staleness and "
     "implementation together.",
     "mismatch/k3": "mean(rho - 1 - log rho) with rho = pi/mu.",
-    "mismatch/lag0_abs": "mean |log mu - log pi| on tokens with u = v in trajectories of a single version: the gap "
-    "between the two implementations. Null where there are no such tokens.",
+    "mismatch/lag0_abs": "mean |log mu - log pi| on tokens with u = v in trajectories of a single version that no "
+    "restart abandoned: the gap between the two implementations. Null where there are no such tokens.",
     "mismatch/lag0_k3": "mismatch/k3 on those tokens.",
     "mismatch/lag0_tokens": "How many such tokens there were.",
     "off_policy/chi2": "mean(rho^2) - 1.",

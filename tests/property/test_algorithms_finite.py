@@ -61,7 +61,7 @@ def batches(draw, dtypes=DTYPES) -> LossInputs:
 @settings(max_examples=40)
 @given(batches())
 def test_losses_gradients_and_metrics_are_finite(inputs):
-    single_B = inputs.finished_B
+    fresh_T = inputs.finished_B[inputs.sequence_T]
     for name, config in CONFIGS.items():
         if config.needs.rewards_of_success:
             inputs = replace(inputs, rewards_B=inputs.rewards_B.abs())
@@ -70,7 +70,7 @@ def test_losses_gradients_and_metrics_are_finite(inputs):
         slopes = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
         assert math.isfinite(output.loss.item()), name
         assert all(torch.isfinite(slope).all() for slope in slopes), name
-        metrics = output.metrics | off_policy_metrics(inputs, single_B, output.weights_T)
+        metrics = output.metrics | off_policy_metrics(inputs, fresh_T, output.weights_T)
         for key, value in metrics.items():
             assert value is None or math.isfinite(value), (name, key)
             assert value is None or not key.endswith("_frac") or 0 <= value <= 1, (name, key)

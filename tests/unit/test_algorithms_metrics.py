@@ -27,8 +27,7 @@ def share_by_hand(weights):
 
 def of(inputs, weights_T=None):
     lag_T = torch.arange(inputs.logprobs_T.numel()) % 3
-    single_B = torch.arange(inputs.num_sequences) % 2 == 0
-    return off_policy_metrics(replace(inputs, lag_T=lag_T), single_B, weights_T)
+    return off_policy_metrics(inputs, (lag_T == 0) & (inputs.sequence_T % 2 == 0), weights_T)
 
 
 def test_the_diagnostics_follow_their_definitions():
@@ -72,14 +71,12 @@ def test_a_gap_at_lag_0_is_told_from_staleness():
     inputs = make_inputs(groups=[0, 0, 0], lengths=[2, 2, 2])
     gap_T = torch.tensor([0.01, -0.01, 0.5, 0.5, 0.3, 0.3], dtype=torch.float64)
     inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T + gap_T)
-    lag_T, single_B = torch.tensor([0, 0, 1, 1, 1, 0]), torch.tensor([True, True, False])
-    metrics = off_policy_metrics(replace(inputs, lag_T=lag_T), single_B)
-    # the last token has no lag, but its trajectory lived through an update
+    metrics = off_policy_metrics(inputs, torch.arange(6) < 2)
     assert metrics["mismatch/lag0_tokens"] == 2
     assert metrics["mismatch/lag0_abs"] == pytest.approx(0.01)
     assert metrics["mismatch/k1"] == pytest.approx(-1.6 / 6)
     assert "off_policy/masked_frac" not in metrics
-    none_fresh = off_policy_metrics(replace(inputs, lag_T=lag_T + 1), single_B)
+    none_fresh = off_policy_metrics(inputs, torch.zeros(6, dtype=torch.bool))
     assert none_fresh["mismatch/lag0_abs"] is none_fresh["mismatch/lag0_k3"] is None
     assert none_fresh["mismatch/lag0_tokens"] == 0
 

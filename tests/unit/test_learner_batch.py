@@ -111,7 +111,7 @@ def check_same(batch: StepBatch, wanted: OneByOne, version: int) -> None:
 
     lag_T = version - wanted.counted_T
     mismatch_T = np.abs(wanted.logprobs_T.astype(np.float64))
-    fresh_T = (lag_T == 0) & wanted.single_version_B[wanted.sequence_T]
+    fresh_T = (lag_T == 0) & wanted.single_version_B[wanted.sequence_T] & ~wanted.abandoned_T
     by_actor = {actor: wanted.actor_T == actor for actor in sorted(set(wanted.actor_T.tolist()))}
     assert lag_by_actor([batch]) == {actor: Counter(lag_T[where_T].tolist()) for actor, where_T in by_actor.items()}
     assert lag0_by_actor(batch, leaves.logprobs_T) == {

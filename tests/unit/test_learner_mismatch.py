@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from buffer.schema import to_batch
 from buffer.trajectory import VersionSpan
 from common.staleness import PolicyVersion
-from learner.batch import lag0_by_actor, lag_by_actor
-from tests.world.learner import build, make_rows
+from learner.batch import StepBatch, lag0_by_actor, lag_by_actor
+from learner.packing import PackingRule
+from tests.world.learner import TOKEN_BUDGET, build, make_rows
 
 VERSION = 3
 
@@ -48,6 +50,18 @@ def test_tokens_of_another_version_say_nothing_about_an_actor():
             spans = (VersionSpan(PolicyVersion(0, 2), 0, 1), VersionSpan(PolicyVersion(0, VERSION), 1, length))
             lived_through_an_update.append(replace(row, spans=spans))
     assert found(lived_through_an_update) == {}
+
+
+def test_tokens_of_a_version_that_a_restart_abandoned_are_no_mismatch_though_they_count_as_lag_0():
+    rows = []
+    for row in rows_of_two_actors(wrong_by=0.5):
+        spans = (VersionSpan(PolicyVersion(0, VERSION + 2), 0, row.num_completion_tokens),)
+        rows.append(replace(row, spans=spans))
+    batch = StepBatch.build(to_batch(rows, "run"), VERSION, {0: 0, 1: VERSION}, PackingRule(TOKEN_BUDGET))
+    assert set(batch.lag_T) == {0}
+    assert batch.abandoned_T.all()
+    assert not batch.fresh_T.any()
+    assert lag0_by_actor(batch, torch.full((len(batch.sequence_T),), -2.0, dtype=torch.float64)) == {}
 
 
 def test_a_missing_log_probability_does_not_count():
