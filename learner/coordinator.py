@@ -269,7 +269,7 @@ class Coordinator:
                 if now - max(asked_at, self._client.heard_at) > patience_s:
                     raise TimeoutError(f"{service} did not {what} for {patience_s:g} s") from None
                 if now > deadline:
+                    why = self._client.put_off_because or "its log in the run folder says why"
                     raise TimeoutError(
-                        f"{service} was asked to {what} and has let that wait for {now - asked_at:.0f} s, as it does "
-                        "while its disk is full: its log in the run folder says why"
+                        f"{service} was asked to {what} and has let that wait for {now - asked_at:.0f} s: {why}"
                     ) from None

@@ -107,6 +107,11 @@ class ShardedClient:
         """When any shard last answered anything, on the monotonic clock."""
         return max(shard.client.heard_at for shard in self._shards)
 
+    @property
+    def put_off_because(self) -> str:
+        """Why shards last asked to try again later; empty where all have answered since."""
+        return "; ".join(dict.fromkeys(filter(None, (shard.client.put_off_because for shard in self._shards))))
+
     def status(self) -> Future[p.Status]:
         """The sum over all shards; of silent ones what was known last."""
         return self._submit(self._status)
