@@ -3,11 +3,13 @@
     python benchmarks/scoring.py [--quick] [--rounds 3] [--steps 40] [--groups N] [--keep FOLDER] [--page [FILE]]
 
 Real runs of `leeway train` with trajectory balance on the long-tailed model of `benchmarks/overlap.py`, the only actor
-on one core, everything else on another; a scorer, where there is one, beside the actor. In every round three pairs:
+on one core, everything else on another; a scorer, where there is one, beside the actor. In every round four pairs:
 
     synchronous       max_lag = 0: all scores in the step, and what has arrived while the learner waits
     generation-bound  the default lag, and an actor that has few samples in flight: the same
     learner-bound     the default lag, an actor that has many: all scores in the step, and by a scorer process
+    sleeping          the same, two stages and a scorer, as if each had a device of its own: their chunks and the engine
+                      sleep in place of most of what they compute (`scoring_parts/`); all else is the real run
 
 The bound of a pair is what its first run's own times allow: the reference's share of a step gone, but for a last group
 of a synchronous one, which nothing can score before it is there.
@@ -22,12 +24,14 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.fleet_parts.setting import VARIABLE
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, share, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
@@ -35,18 +39,33 @@ from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FinishedRun, train
 from benchmarks.overlap import GROUPS_PER_STEP, NUM_WARMUP, two_cores
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
+from benchmarks.scoring_parts.setting import ENGINES, LAYER_S
 
 PAGE = RESULTS / "scoring.md"
 IN_STEP = ("--learner.score_while_waiting", "false")
 FEW = ("--actors.max_running_samples", "8")
 SCORER = ("--pools.score.role", "scorer", "--pools.score.resource", "", "--pools.score.cpus", "0")
-PAIRS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "synchronous": (("--weight_sync.max_lag", "0"), IN_STEP, ()),
-    "generation_bound": (FEW, IN_STEP, ()),
-    "learner_bound": ((), IN_STEP, (*IN_STEP, *SCORER)),
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Arguments of the two runs of a pair."""
+
+    both: tuple[str, ...]
+    in_step: tuple[str, ...]
+    """Of the run that scores in the step, besides."""
+    before: tuple[str, ...]
+    """Of the one that scores before it."""
+    sleeps: bool = False
+
+
+PAIRS: Mapping[str, Pair] = {
+    "synchronous": Pair(("--weight_sync.max_lag", "0"), IN_STEP, ()),
+    "generation_bound": Pair(FEW, IN_STEP, ()),
+    "learner_bound": Pair(IN_STEP, (), SCORER),
+    "sleeping": Pair((*IN_STEP, "--learner.num_stages", "2"), (), SCORER, sleeps=True),
 }
-"""Name -> what both runs have, what the first has besides, what the second has."""
-AT_LEAST = {"step_over_bound": 0.9, "scorer_over_bound": 0.95}
+AT_LEAST = {"step_over_bound": 0.9, "scorer_gain": 1.19, "scorer_over_bound": 0.952}
 AT_MOST = {"reference_share": 0.02}
 
 Figures = dict[str, Any]
@@ -90,18 +109,30 @@ def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, tupl
     """
     config = write_setting(folder / "setting", setting)
     found = {}
-    for pair, (common, *sides) in PAIRS.items():
+    for name, pair in PAIRS.items():
         runs = []
-        for name, own in zip(("step", "before"), sides, strict=True):
-            cores = two_cores()
-            log = folder / f"{pair}-{name}-{number}.log"
-            run = train(config, folder / log.stem, (*common, *own), log=log, prefix=cores.prefix, look=cores.look)
-            cores.check()
+        for side, own in (("step", pair.in_step), ("before", pair.before)):
+            log = folder / f"{name}-{side}-{number}.log"
+            run = (train_asleep if pair.sleeps else train_on_cores)(config, log, (*pair.both, *own))
             runs.append(figures_of(run, setting.num_warmup))
             shown = {key: round(value, 3) for key, value in runs[-1].items()}
-            print(f"round {number + 1}, {pair}, {name}: {json.dumps(shown)}", file=sys.stderr, flush=True)
-        found[pair] = (runs[0], runs[1])
+            print(f"round {number + 1}, {name}, {side}: {json.dumps(shown)}", file=sys.stderr, flush=True)
+        found[name] = (runs[0], runs[1])
     return found
+
+
+def train_on_cores(config: Path, log: Path, overrides: Sequence[str]) -> FinishedRun:
+    """A run whose actor, and scorer where there is one, have a core to themselves."""
+    cores = two_cores()
+    run = train(config, log.with_suffix(""), overrides, log=log, prefix=cores.prefix, look=cores.look)
+    cores.check()
+    return run
+
+
+def train_asleep(config: Path, log: Path, overrides: Sequence[str]) -> FinishedRun:
+    """A run of engines and chunks that sleep, on all cores."""
+    variables, module = {VARIABLE: ENGINES.as_text()}, "benchmarks.scoring_parts.command"
+    return train(config, log.with_suffix(""), overrides, log=log, module=module, variables=variables)
 
 
 def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
@@ -141,15 +172,17 @@ def compared(rounds: Sequence[Mapping[str, tuple[Figures, Figures]]], setting: S
         found = [each[pair][0] for each in rounds]
         return median(one["period_s"] / (one["period_s"] - (1 - left) * one["reference_s"]) for one in found)
 
-    synchronous, learner_bound = bound("synchronous", 1 / setting.groups_per_step), bound("learner_bound", 0.0)
+    synchronous, apart = bound("synchronous", 1 / setting.groups_per_step), bound("sleeping", 0.0)
     before = [each["generation_bound"][1] for each in rounds]
     return {
         "synchronous_gain": gain("synchronous"),
         "synchronous_bound": synchronous,
         "step_over_bound": gain("synchronous") / synchronous,
-        "scorer_gain": gain("learner_bound"),
-        "scorer_bound": learner_bound,
-        "scorer_over_bound": gain("learner_bound") / learner_bound,
+        "scorer_gain": gain("sleeping"),
+        "scorer_bound": apart,
+        "scorer_over_bound": gain("sleeping") / apart,
+        "scorer_beside_actor_gain": gain("learner_bound"),
+        "scorer_beside_actor_bound": bound("learner_bound", 0.0),
         "reference_share": median(one["reference_s"] / one["period_s"] for one in before),
         "pairs": {pair: [means([each[pair][side] for each in rounds]) for side in (0, 1)] for pair in PAIRS},
     }
@@ -166,13 +199,17 @@ def page(result: Figures, setting: Setting, num_rounds: int) -> list[str]:
         "balance, on the model and the machine of [overlap.md](overlap.md): one actor on a core of its own, all else "
         f"on the other, {setting.groups_per_step} prompts of {GROUP_SIZE} samples a step. Synchronous is "
         "`weight_sync.max_lag = 0`; generation-bound is the default lag with 8 samples in flight; learner-bound the "
-        "default lag, and its scorer shares the core of the actor. Bounds come from the times of the runs that score "
-        "in the step: all of the reference's time gone, but in a synchronous step that of one group. Rounds: "
+        "default lag, and its scorer shares the core of the actor. Sleeping has two stages and a scorer as if each had "
+        f"a device of its own: chunks sleep {1000 * LAYER_S:.0f} ms for a layer of a micro-batch, twice that on the "
+        "way back, and the engine sleeps too; all else is the real run. Bounds come from the times of the runs that "
+        "score in the step: all of the reference's time gone, but in a synchronous step that of one group. Rounds: "
         f"{num_rounds}."
     )
     said = (
-        f"Synchronous: {result['synchronous_gain']:.2f} of {result['synchronous_bound']:.2f} possible. Learner-bound "
-        f"with a scorer: {result['scorer_gain']:.2f} of {result['scorer_bound']:.2f} possible."
+        f"Synchronous: {result['synchronous_gain']:.2f} of {result['synchronous_bound']:.2f} possible. A scorer with a "
+        f"place of its own (sleeping): {result['scorer_gain']:.2f} of {result['scorer_bound']:.2f} possible; on the "
+        f"actor's core, from which it takes (learner-bound): {result['scorer_beside_actor_gain']:.2f} of "
+        f"{result['scorer_beside_actor_bound']:.2f}."
     )
     rows = []
     for pair, sides in result["pairs"].items():

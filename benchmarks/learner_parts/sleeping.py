@@ -32,17 +32,19 @@ CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1),
 """Schedule and chunks per stage."""
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
     """The identity, which takes its time both ways."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:  # noqa: ANN401 -- torch's
+        """Sleep on the way out."""
         ctx.backward_s = backward_s
         time.sleep(forward_s)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 -- torch's
+        """Sleep on the way back."""
         time.sleep(ctx.backward_s)
         return gradients[0], None, None
 
@@ -68,9 +70,9 @@ class SleepingStage(nn.Module):
 
     def forward(self, states: Tensor, micro_batch: Tensor) -> Tensor:
         """[1, L] tokens or [1, L, hidden] states -> states, or [1, L] on the last stage."""
-        states = _Sleep.apply(self.embedding * 1.0 if self.share.is_first else states, self.unit_s, self.unit_s)
+        states = Sleep.apply(self.embedding * 1.0 if self.share.is_first else states, self.unit_s, self.unit_s)
         # the weight's own way through autograd: a split backward sleeps here in its second half
-        states = states * _Sleep.apply(self.weight, 0.0, self.unit_s)
+        states = states * Sleep.apply(self.weight, 0.0, self.unit_s)
         return states.sum(2) if self.share.is_last else states
 
 
