@@ -61,6 +61,7 @@ from torch import Tensor
 
 from algorithms.advantages import GroupBaseline, gae, group_advantages, rewards_per_token
 from algorithms.base import (
+    LOG_RATIO_LIMIT,
     Algorithm,
     CriticKind,
     GroupSection,
@@ -68,7 +69,6 @@ from algorithms.base import (
     LossOutput,
     Measured,
     Needs,
-    clamped_exp,
     share_of,
 )
 from algorithms.corrections import (
@@ -389,7 +389,8 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     if config.kl_estimator == "k2":
         return log_ratio_T.square() / 2
-    return clamped_exp(-log_ratio_T) - 1 + log_ratio_T
+    log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # beyond it the last term alone would push away
+    return (-log_ratio_T).exp() - 1 + log_ratio_T
 
 
 def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> Tensor:

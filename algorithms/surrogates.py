@@ -29,7 +29,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from algorithms.base import LOG_RATIO_LIMIT, Correction, Interval, LossInputs, clamped_exp
+from algorithms.base import Correction, Interval, LossInputs, clamped_exp
 
 _LEAST = 1e-12
 """Of 1 - p: the probability of all other tokens, before its logarithm is taken."""
@@ -135,8 +135,7 @@ class VESPO(Correction):
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
         """sg[phi(W)] A log pi; it has no bounds to meet."""
         log_w_T = (inputs.logprobs_T - inputs.behaviour_logprobs_T).detach()
-        # far beyond these limits phi is 0 in float32 on both sides
-        log_w_T = inputs.sum_per_sequence(log_w_T)[inputs.sequence_T].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_w_T = inputs.sum_per_sequence(log_w_T)[inputs.sequence_T]
         negative_T = (advantage_T < 0).to(log_w_T.dtype)
         k_T = self.k_positive + (self.k_negative - self.k_positive) * negative_T
         lambda_T = self.lambda_positive + (self.lambda_negative - self.lambda_positive) * negative_T

@@ -171,7 +171,6 @@ def at_size(model: Model, size: int, max_lag: int) -> Figures:
         "generation": bounds.generation,
         "training": bounds.training,
         "staleness": bounds.staleness,
-        "weights": bounds.weights,
     }
 
 
@@ -270,7 +269,7 @@ def page(result: Figures) -> list[str]:
     ]  # fmt: skip
     bounds = [
         [row["model"], f"{row['gpus']:,}", f"{row['max_lag']}",
-         *(f"{row[name]:,.1f}" for name in ("generation", "training", "staleness", "weights"))]
+         *(f"{row[name]:,.1f}" for name in ("generation", "training", "staleness"))]
         for row in result["sizes"]
     ]  # fmt: skip
     priced = [
@@ -288,7 +287,7 @@ def page(result: Figures) -> list[str]:
         table(["model", "GPUs", "max_lag", "plan", "samples/s", "per GPU", "binds", "learner busy", "slots used",
                "lag", "dropped"], rows),
         "By itself each part would allow, samples per second:",
-        table(["model", "GPUs", "max_lag", "generation", "training", "staleness", "weights"], bounds),
+        table(["model", "GPUs", "max_lag", "generation", "training", "staleness"], bounds),
         "## Unlike GPUs by price",
         f"The cheapest plans of up to {MOST_OF_A_KIND} GPUs of each kind at `max_lag = {PRICED_LAG}`, by what a "
         "thousand trained samples cost, where an hour of an H20 costs 1.",

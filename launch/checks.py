@@ -354,10 +354,12 @@ def _check_steps(config: Config) -> None:
             f"learner.num_minibatches = {learner.num_minibatches}, but a step has only learner.groups_per_step = "
             f"{learner.groups_per_step} groups, and a minibatch needs a whole one"
         )
-    if needs.groups and config.actors.group_size < 2 and config.buffer.source is None:
+    compares = needs.groups or getattr(config.algorithm, "baseline", "") == "batch"
+    num_groups = 1 if needs.groups else learner.groups_per_step // learner.num_minibatches
+    if compares and num_groups * config.actors.group_size < 2 and config.buffer.source is None:
         raise ConfigError(
-            f"actors.group_size = {config.actors.group_size}, but {config.algorithm.type} compares the samples of a "
-            f"prompt with each other and needs at least 2"
+            f"actors.group_size = {config.actors.group_size}, but {config.algorithm.type} compares the samples of "
+            f"{'a prompt' if needs.groups else 'an update'} with each other and needs at least 2"
         )
     if learner.critic_learning_rate is not None and needs.critic is None:
         raise ConfigError(

@@ -121,6 +121,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
         config.buffer,
         profile.samples.lengths,
         lambda tokens: law.seconds(tokens, prompt_tokens, group_size, shape),
+        num_prompts=config.task.num_train or World.num_prompts,
         prompt_tokens=prompt_tokens,
         costs=profile.costs(),
         scores=None if scorers else learner.scores(shape, ahead=config.learner.score_while_waiting),

@@ -3,7 +3,8 @@
     generation   sum over engines of  1 / (E[L] * PTL(b, c) / b + prefill)         all slots full
     training     samples of a step / (step with the scores of all its samples + what lies between two steps)
     staleness    groups that may be outstanding * K / E[O]                          Little's law on admission
-    weights      samples of the steps in which an engine may fall behind, over the time to apply one version
+
+Generation and staleness count a sample as often as `buffer.max_uses` lets it train.
 
 A group takes W: its longest sample, its commit, its own step, and with room for a single step also the way of the
 weights that it waits for. O is how long it takes up room. Where a step waits for the groups that would become stale,
@@ -48,12 +49,11 @@ class Bounds:
     generation: float
     training: float
     staleness: float
-    weights: float
 
     @property
     def rate(self) -> float:
         """The least of them."""
-        return min(self.generation, self.training, self.staleness, self.weights)
+        return min(self.generation, self.training, self.staleness)
 
     @property
     def binds(self) -> Bound:
@@ -62,7 +62,6 @@ class Bounds:
             "training": self.training,
             "generation": self.generation,
             "staleness": self.staleness,
-            "weights": self.weights,
         }
         return min(named, key=lambda name: named[name])
 
@@ -144,14 +143,12 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
     if world.scores is not None:  # a learner that never waits scores in its steps
         scores, tokens = world.scores, per_step * (world.prompt_tokens + lengths.mean)
         turn_s += tokens * (min(scores.token_s, scores.ahead_token_s) if scores.round_tokens else scores.token_s)
-    apply_s = costs.fetch_s + costs.pause_s
-    versions_behind = (contract.actor_lag + 1) * contract.config.publish_every
-    weights = per_step * versions_behind / (contract.updates_per_step * apply_s) if apply_s else inf
-    if contract.bound() is None:
-        return Bounds(generation, per_step / turn_s, inf, weights)
+    uses = inf if world.buffer.max_uses == "unlimited" else world.buffer.max_uses
+    if contract.bound() is None and world.buffer.replays:  # what waits to be used again is not outstanding
+        return Bounds(uses * generation, per_step / turn_s, inf)
     rest_s = costs.reward_s + mean_step_s
     if contract.capacity() <= contract.groups_per_step:
-        rest_s += costs.publish_s + apply_s
+        rest_s += costs.publish_s + costs.fetch_s + costs.pause_s
     staleness, load = 0.0, 1.0
     for _ in range(NUM_LOADS):  # engines that wait for admission are faster, for they run fewer samples
         steps_s = [step_s(pool, lengths, world.prompt_tokens, longest, load) for pool in world.pools]
@@ -159,23 +156,21 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
         token_s = sum(rate * seconds for rate, seconds in zip(rates, steps_s, strict=True)) / generation
         staleness = group_size * staleness_rate(contract, lengths, token_s, rest_s)
         load = min(1.0, staleness / generation)
-    return Bounds(generation, per_step / turn_s, staleness, weights)
+    return Bounds(uses * generation, per_step / turn_s, uses * staleness)
 
 
 def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s: float, rest_s: float) -> float:
     """Trained groups per second, where engines have room for every group that is admitted.
 
     Args:
-        contract: bounded.
+        contract: of the run.
         lengths: of the groups.
         token_s: of an engine, for a token of all its samples.
         rest_s: of a group, beside its tokens.
     """
-    capacity, per_step = contract.capacity(), contract.groups_per_step
-    if contract.config.on_stale == "wait" or capacity <= per_step:
-        return capacity / (lengths.longest_of(per_step) * token_s + rest_s)
-    bound = contract.bound()
-    assert bound is not None, "else nothing is ever dropped"
+    capacity, per_step, bound = contract.capacity(), contract.groups_per_step, contract.bound()
+    if bound is None or contract.config.on_stale == "wait" or capacity <= per_step:
+        return capacity / (lengths.longest_of(1 if bound is None else per_step) * token_s + rest_s)
     deadline_groups = (bound // contract.updates_per_step + 1) * per_step
     group_N = lengths.longest * token_s + rest_s
     # a deadline between two lengths drops as many groups as at the first: D as small as it has room there

@@ -10,7 +10,7 @@ time is what follows from them.
     weights    come to each engine some time after they are published, and stop it for a moment
 
 Not in it: failures, evaluations, choices by length (`buffer.length_correction`, `pack_tokens`), shards, preemption
-(which the gate makes rare), and whatever no cost is given for.
+(which the gate makes rare), larger groups (`most_samples`), and whatever no cost is given for.
 """
 
 from __future__ import annotations
@@ -358,13 +358,14 @@ class Simulation:
     def _begin_step(self) -> None:
         contract, version, scores = self._contract, self._version, self._world.scores
         for group in self._buffer.drop_stale(version):
-            self._found.num_dropped += len(group.lengths) if not group.uses else 0
-            self._prompts.give_back(group.prompt)
+            if not group.uses:
+                self._found.num_dropped += len(group.lengths)
+                self._prompts.give_back(group.prompt)
         groups = self._buffer.draw(version)
         if not groups:
             return
         self._is_training = True
-        self._num_pending = len(groups)
+        self._num_pending = len(set(groups))
         self._prompts.pace.drawn()
         step_s = self._world.step_s([tokens for group in groups for tokens in group.tokens])
         if scores is not None:

@@ -99,7 +99,7 @@ class World:
     buffer: BufferConfig
     lengths: LengthLaw
     step_s: StepSeconds
-    num_prompts: int = 1_000_000
+    num_prompts: int = 65_536
     prompt_tokens: int = 64
     costs: Costs = Costs()
     scores: Scores | None = None

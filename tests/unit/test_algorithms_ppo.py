@@ -283,6 +283,13 @@ def test_k2_has_the_gradient_of_the_exact_kl_and_k3_that_of_the_reverse(stale):
     assert (k3_V - forward_V).abs().max() > 0.01
 
 
+def test_k3_does_not_push_a_token_away_that_lies_far_below_the_reference():
+    inputs = make_inputs()
+    far = replace(inputs, reference_logprobs_T=inputs.logprobs_T.detach() + 25, rewards_B=0 * inputs.rewards_B)
+    config = OffPolicyPPOConfig(kl_beta=0.1, kl_in="loss", kl_estimator="k3", proximal="behaviour")
+    assert (gradient(config, far)[1] <= 0).all()
+
+
 def test_proximal_rloo_is_the_formula_of_its_paper():
     """Asynchronous RLHF: min(w A, clip(w, 0.8, 1.2) A), w = pi(y) / mu(y), A from r - beta log(mu / ref)(y), RLOO."""
     config, inputs = OffPolicyPPOConfig(preset="proximal_rloo"), make_inputs(seed=2)

@@ -323,19 +323,22 @@ def test_a_weights_folder_with_the_versions_of_an_earlier_run_is_refused(capsys,
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "expected"),
+    ("algorithm", "groups", "expected"),
     [
-        ('type = "off_policy_ppo"', "actors.group_size = 1, but off_policy_ppo compares"),
-        ('type = "off_policy_ppo"\nbaseline = "critic"\ncritic = "model"', None),
+        ('type = "off_policy_ppo"', 4, "off_policy_ppo compares the samples of a prompt"),
+        ('type = "off_policy_ppo"\nbaseline = "critic"\ncritic = "model"', 4, None),
+        ('type = "off_policy_ppo"\nbaseline = "batch"', 4, None),
+        ('type = "off_policy_ppo"\nbaseline = "batch"', 1, "off_policy_ppo compares the samples of an update"),
     ],
 )
 @pytest.mark.process
 def test_groups_of_one_are_refused_where_the_loss_compares_samples_and_nowhere_else(
-    capsys, file_task, algorithm, expected
+    capsys, file_task, algorithm, groups, expected
 ):
     path = file_task("reward.py:exact")
     path.write_text(path.read_text().replace('type = "online_dpo"', algorithm))
-    status, error = run(capsys, path, "--actors.group_size", "1", "--dry-run")
+    said = ("--actors.group_size", "1", "--learner.groups_per_step", str(groups))
+    status, error = run(capsys, path, *said, "--dry-run")
     assert status == (OK if expected is None else WRONG_INPUT), error
     assert (expected or "") in error
 

@@ -1,4 +1,4 @@
-"""The four bounds: each is met by a simulated run that nothing else limits, and none is ever passed."""
+"""The three bounds: each is met by a simulated run that nothing else limits, and none is ever passed."""
 
 import itertools
 
@@ -80,6 +80,32 @@ def test_no_simulated_run_passes_a_bound():
         made = world(engines=engines, slots=slots, lengths=LONG_TAIL, step_s=step_s, max_lag=max_lag)
         found = Simulation(made, seed=7).run(150, warm_up=50)
         assert found.samples_per_s <= 1.08 * bounds_of(made, step_s).rate, "means of 100 steps scatter"
+
+
+@pytest.mark.parametrize(("max_lag", "uses"), [("unbounded", 3), (16, 3), (4, 2)])
+def test_under_replay_a_bound_counts_a_sample_as_often_as_it_may_train(max_lag, uses):
+    often = {"sampler": "uniform", "max_uses": uses}
+    made = world(engines=2, lengths=LONG_TAIL, step_s=0.05, max_lag=max_lag, sampler=often)
+    bounds, found = bounds_of(made, 0.05), Simulation(made, seed=7).run(300, warm_up=100)
+    once = bounds_of(world(engines=2, lengths=LONG_TAIL, step_s=0.05, max_lag="unbounded"), 0.05)
+    assert bounds.generation == pytest.approx(uses * once.generation)
+    assert found.samples_per_s <= 1.08 * bounds.rate
+    assert max_lag == 4 or found.samples_per_s > 1.5 * once.generation
+
+
+def test_with_an_unbounded_lag_and_single_use_four_steps_may_be_outstanding():
+    law_of_one_sample = type(LAW)(4e-3)
+    made = world(engines=20, slots=64, law=law_of_one_sample, step_s=0.05, max_lag="unbounded")
+    found, bounds = Simulation(made).run(200, warm_up=100), bounds_of(made, 0.05)
+    assert bounds.binds == "staleness"
+    assert bounds.rate == pytest.approx(made.contract.capacity() * K / (100 * 4e-3 + 0.05), rel=0.01)
+    assert 0.5 * bounds.rate < found.samples_per_s <= bounds.rate * (1 + 1e-9)
+
+
+def test_versions_that_come_faster_than_an_engine_applies_them_limit_nothing():
+    made = world(engines=4, slots=32, step_s=0.01, max_lag="unbounded", costs=Costs(fetch_s=5.0, pause_s=0.01))
+    bounds, found = bounds_of(made, 0.01), Simulation(made).run(400, warm_up=100)
+    assert 0.5 * bounds.rate < found.samples_per_s <= 1.08 * bounds.rate, "an engine skips to the newest"
 
 
 def test_means_of_groups():

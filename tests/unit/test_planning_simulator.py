@@ -140,6 +140,35 @@ def test_replay_generates_no_more_than_takes_the_place_of_what_was_used_up():
     assert found.num_generated == pytest.approx(150 * G * K / 3, rel=0.1)
 
 
+def test_what_is_dropped_as_stale_after_a_use_is_not_issued_again():
+    simulation = Simulation(world(lengths=LONG_TAIL, sampler={"sampler": "uniform", "max_uses": 4}, max_lag=4))
+    dropped, returned = [], []
+    drop_stale, give_back = simulation._buffer.drop_stale, simulation._prompts.give_back
+
+    def watched(version):
+        found = list(drop_stale(version))
+        dropped.extend(found)
+        return found
+
+    def back(prompt):
+        returned.append(prompt)
+        give_back(prompt)
+
+    simulation._buffer.drop_stale, simulation._prompts.give_back = watched, back
+    simulation.run(150)
+    assert any(group.uses for group in dropped)
+    assert returned == [group.prompt for group in dropped if not group.uses]
+
+
+def test_a_group_that_a_step_draws_twice_takes_up_room_once():
+    again = {"sampler": "uniform", "max_uses": "unlimited", "with_replacement": True}
+    simulation = Simulation(world(engines=4, step_s=10.0, max_lag=8, sampler=again))
+    simulation.run(30)
+    drawn = simulation._buffer._drawn
+    assert len(set(drawn)) < len(drawn)
+    assert simulation._num_pending in (0, len(set(drawn)))
+
+
 def test_groups_of_the_step_in_progress_keep_no_new_ones_from_being_generated():
     often = {"sampler": "uniform", "max_uses": 2, "replay_steps": 1.0}
     found = Simulation(world(engines=8, step_s=10.0, sampler=often, max_lag="unbounded")).run(60, warm_up=20)
