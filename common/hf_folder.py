@@ -248,20 +248,21 @@ def damaged(path: Path, error: Exception) -> ModelFolderError:
 
 
 def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
-    """The tensors of every *.safetensors file in a folder, whatever an index says.
+    """The tensors of every *.safetensors file in a folder, or of those that its index names.
+
+    Others may lie beside them: some models come in two layouts, of which Transformers reads the one with the index.
 
     Raises:
         ModelFolderError: a file is damaged.
     """
-    return {path: stored_tensors(path) for path in sorted(folder.glob("*.safetensors"))}
+    paths = set(folder.glob("*.safetensors"))
+    if (folder / INDEX_NAME).exists():
+        paths = {folder / name for name in file_of_each_tensor(folder).values()}
+    return {path: stored_tensors(path) for path in sorted(paths)}
 
 
 def tensors_in(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of all *.safetensors files in a folder.
-
-    Raises:
-        ModelFolderError: a file is damaged.
-    """
+    """The tensors of a folder, as `tensors_by_file`."""
     return {name: tensor for tensors in tensors_by_file(folder).values() for name, tensor in tensors.items()}
 
 
@@ -284,12 +285,12 @@ def file_of_each_tensor(folder: Path) -> dict[str, str]:
     index = folder / INDEX_NAME
     if index.exists():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            weight_map = json.loads(index.read_text())["weight_map"].items()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFolderError(
                 f"{index} is no index of a checkpoint: {type(error).__name__}: {error}. Fetch the file again"
             ) from error
-        return {str(name): str(file) for name, file in weight_map.items()}
+        return {str(name): str(file) for name, file in weight_map}
     if not (folder / SINGLE_NAME).exists():
         raise FileNotFoundError(
             f"no {SINGLE_NAME} and no {INDEX_NAME} in {folder}; model_path must be a folder that "

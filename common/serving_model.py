@@ -145,8 +145,8 @@ class _TiedModel:
 
     @property
     def _linked(self) -> list[Path]:
-        """What a copy has links to."""
-        seen = sorted(self.folder.iterdir())
+        """What a copy has links to; not to weights that no index names."""
+        seen = [path for path in sorted(self.folder.iterdir()) if path.suffix != ".safetensors" or path in self.files]
         return [path for path in seen if path.name not in (CONFIG_NAME, INDEX_NAME) and not path.name.startswith(".")]
 
     @property

@@ -38,12 +38,13 @@ class DaemonThreads:
             ThreadsExhausted: `max_threads` calls are still running.
         """
         future: Future[R] = Future()
+        call = functools.partial(function, *args, **kwargs)
+        thread = threading.Thread(target=self._run, args=(future, call), name=f"{self.name}-call", daemon=True)
         with self._lock:
             if self._num_running >= self.max_threads:
                 raise ThreadsExhausted(f"{self.max_threads} calls of {self.name} are still running")
+            thread.start()  # which may fail; it ends only once the lock is free
             self._num_running += 1
-        call = functools.partial(function, *args, **kwargs)
-        threading.Thread(target=self._run, args=(future, call), name=f"{self.name}-call", daemon=True).start()
         return future
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

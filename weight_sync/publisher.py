@@ -11,6 +11,7 @@ away, is tried again with the same version until `timeout_s` has passed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -238,7 +239,8 @@ class Publisher:
                 job.on_committed(job.version)
         free = self._maker.keep(job.version, job.copy, part, as_parent=as_parent)
         if as_parent and self._num_copies == NUM_COPIES:
-            free.append(job.copy.another())
+            with contextlib.suppress(OSError):  # without it a version waits until the one before is written
+                free.append(job.copy.another())
             self._num_copies += 1
         with self._changed:
             self._free += free

@@ -128,6 +128,7 @@ class HostStaging:
             with self._fetching(older.policy) as held:
                 if not self._is_staged(older, dtype) and not self._fill(client, older, older_document, dtype, held):
                     break
+            self._retain()
         version = manifest.policy
         with self._fetching(version) as held:
             if not self._is_staged(manifest, dtype) and not self._fill(client, manifest, document, dtype, held):
@@ -145,7 +146,7 @@ class HostStaging:
         hint = "it is full" if error.errno in _FULL else str(error)
         return TransferFailed(
             f"version {version} cannot be kept in {self.store.folder}: {hint}. Set [weight_sync] staging_dir to a "
-            "folder of this machine with room for three versions"
+            "folder of this machine with room for four versions"
         )
 
     def _get_on(self, held: BinaryIO, version: PolicyVersion) -> None:
@@ -270,7 +271,7 @@ class HostStaging:
         """All files of a dtype are here and checked."""
         self._refuse_if_ousted(held, manifest.policy)
         folder = self.store.version_folder(manifest.policy)
-        for partial in folder.glob(".*.partial"):  # of files that are not fetched any further
+        for partial in folder.glob(".part-*"):  # of files that are fetched or rebuilt no further
             partial.unlink(missing_ok=True)
         if not (folder / READERS_LOCK).exists():
             write_whole(folder / READERS_LOCK, [])

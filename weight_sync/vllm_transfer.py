@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
-from common.hf_folder import HEAD, UNTIED_MARK, embedding_of, tensors_in
+from common.hf_folder import tensors_in
 from common.staleness import PolicyVersion
 from common.threads import DaemonThreads
 from weight_sync.errors import WeightsError
@@ -163,7 +163,7 @@ def fitting_tensors(
 ) -> dict[str, torch.Tensor]:
     """All tensors of a version, each read against its checksum, as the served model wants them.
 
-    Of vLLM's `model_config` the `model`, `dtype` and `hf_config` are looked at. `room` is that of `read_tensors`.
+    Of vLLM's `model_config` the `model` and `dtype` are looked at. `room` is that of `read_tensors`.
 
     Raises:
         WeightsError: the version is not in the store, or not as published.
@@ -179,16 +179,9 @@ def fitting_tensors(
     store = WeightStore(Path(info.folder))
     manifest = store.manifest(version)
     shapes = {entry.name: entry.shape for entry in manifest.variant(info.dtype)}
-    # the learner trains tied embeddings, the served copy has a head of its own
-    fill_head = getattr(model_config.hf_config, UNTIED_MARK, False) and HEAD not in shapes
-    if fill_head:
-        shapes[HEAD] = shapes[embedding_of(shapes)]
     _check_shapes(version, shapes, model_config.model)
     # memory-mapped without a room: the pages that are verified are those that loading copies from
-    tensors = read_tensors(store, manifest, info.dtype, room)
-    if fill_head:
-        tensors[HEAD] = tensors[embedding_of(tensors)]
-    return tensors
+    return read_tensors(store, manifest, info.dtype, room)
 
 
 def _check_shapes(version: PolicyVersion, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:

@@ -145,6 +145,12 @@ class RpcClient:
         """Why the service last asked to try again later; empty where it has answered since."""
         self.has_ended = False
         """Nothing can be sent any more."""
+        try:
+            self._open()
+        except zmq.ZMQError:
+            self._context.destroy()
+            self._wake.close()
+            raise
         self._thread = threading.Thread(target=self._run, name=f"{asker.name} to {protocol.service}", daemon=True)
         self._thread.start()
 
@@ -229,7 +235,6 @@ class RpcClient:
     # --- the IO thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._open()
         try:
             while True:
                 closing_at = self._closing_at

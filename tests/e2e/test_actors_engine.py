@@ -266,7 +266,7 @@ async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_
         with pytest.raises(UpdateRefused, match=r"staged in bfloat16, but the engine serves .* in float32"):
             await world.engine.prepare(other)
         folder = prepare_serving_model(world.folder.parent / "model", world.folder.parent)
-        served = SimpleNamespace(model=folder, dtype=torch.bfloat16, hf_config=SimpleNamespace(leeway_untied=True))
+        served = SimpleNamespace(model=folder, dtype=torch.bfloat16)
         found = fitting_tensors(UpdateInfo(str(staged.folder), str(version), "bfloat16"), served)
     truth = world.policies[version].model.state_dict()
     assert found.keys() == truth.keys() | {HEAD}

@@ -199,3 +199,8 @@ def test_a_number_that_never_arrives_is_not_waited_for_without_end(make, monkeyp
     lost = make_trajectory(lease, 0, seq=0)
     # Whether it was stored is not known any more, so it is not called a duplicate.
     assert buffer.push([lost]) == ["late"]
+
+
+def test_an_address_that_is_none_is_refused_at_once():
+    with pytest.raises(zmq.ZMQError):
+        BufferClient("nowhere", run_id="r", role="actor", name="actor-0", config=CONFIG)

@@ -74,3 +74,9 @@ def test_a_header_that_does_not_describe_its_data_is_refused(tmp_path: Path, cha
     rewritten(file, change)
     with pytest.raises(ModelFolderError, match=complaint):
         tensors_in(tmp_path)
+
+
+def test_an_index_that_maps_nothing_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(ModelFolderError, match=r"index\.json is no index of a checkpoint: .* Fetch the file again"):
+        tensors_in(tmp_path)

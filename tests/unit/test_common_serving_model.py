@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from common import serving_model
-from common.hf_folder import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder
+from common.hf_folder import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder, tensors_in, write_index
 from common.serving_model import prepare_serving_model, serving_models
 from tests.unit.small_models import tiny_checkpoint
 
@@ -269,6 +269,17 @@ def test_a_tied_checkpoint_that_holds_its_embedding_as_the_head_too_is_served(tm
     untied = LlamaForCausalLM.from_pretrained(served).eval()
     assert torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
     assert not (served / "lm_head.safetensors").exists()
+
+
+def test_weights_that_no_index_names_are_neither_checked_nor_served(tmp_path: Path, model):
+    write_index(model, [model / "model.safetensors"])
+    save_file({"layers.0.attention.wq.weight": torch.ones(3)}, model / "consolidated.safetensors")
+    names = set(tensors_in(model))
+    assert "layers.0.attention.wq.weight" not in names
+    served = prepare_serving_model(model, tmp_path / "run")
+    assert not (served / "consolidated.safetensors").exists()
+    assert set(tensors_in(served)) == names | {HEAD}
+    assert prepare_serving_model(model, tmp_path / "run") == served
 
 
 def test_a_copy_is_never_written_through_a_link_into_the_model(tmp_path: Path, model):

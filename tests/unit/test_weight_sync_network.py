@@ -11,6 +11,7 @@ from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import delta_name, file_name
 from weight_sync.puller import Puller, open_puller
+from weight_sync.staging import HostStaging
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -47,20 +48,32 @@ def test_who_has_the_parent_fetches_the_changes_alone(machine: Machine):
     puller = machine.puller()
     puller.fetch(v(0)).close()
     manifest = publish(machine.folder, 1, deltas=True)
+    (staging,) = machine.staging_dir.iterdir()
+    (staging / "0.1").mkdir()
+    (staging / "0.1" / f".{WHOLE}.1.tmp").write_bytes(b"what a killed process was rebuilding")
     with puller.fetch(v(1)) as staged:
         assert_holds(staged, 1)
     assert machine.read_bytes()["0.1"] == {delta_name(WHOLE): manifest.change_bytes("float32")}
+    assert list((staging / "0.1").glob(".part-*")) == []
 
 
-def test_who_missed_versions_goes_through_their_changes(machine: Machine):
+def test_who_missed_versions_goes_through_their_changes_and_keeps_few_at_a_time(machine: Machine, monkeypatch):
     publish(machine.folder, 0)
     puller = machine.puller()
     puller.fetch(v(0)).close()
-    for version in (1, 2, 3):
-        publish(machine.folder, version, deltas=True, keep_versions=4)
-    with puller.fetch(v(3)) as staged:
-        assert_holds(staged, 3)
-    assert all(machine.read_bytes()[f"0.{n}"].keys() == {delta_name(WHOLE)} for n in (1, 2, 3))
+    for version in range(1, 6):
+        publish(machine.folder, version, deltas=True, keep_versions=6)
+    admit, there = HostStaging._admit, []
+
+    def watched(staging, *arguments):
+        admit(staging, *arguments)
+        there.append(len(staging.store.committed()))
+
+    monkeypatch.setattr(HostStaging, "_admit", watched)
+    with puller.fetch(v(5)) as staged:
+        assert_holds(staged, 5)
+    assert all(machine.read_bytes()[f"0.{n}"].keys() == {delta_name(WHOLE)} for n in range(1, 6))
+    assert (len(there), max(there)) == (5, 3)
 
 
 def test_who_joins_late_fetches_whole_files_once(machine: Machine):
