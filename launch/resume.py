@@ -52,7 +52,7 @@ FIXED = {
     "learner.groups_per_step": _STEP,
     "learner.num_minibatches": _STEP,
     "learner.num_epochs": _STEP,
-    "learner.precision": "it decides of which type the tensors in the checkpoint are",
+    "learner.precision": "the stored reference log-probabilities are of it, and a float64 run keeps a checkpoint of it",
     "weight_sync.max_lag": _BOUND,
     "weight_sync.max_actor_lag": _BOUND,
     "weight_sync.publish_every": _BOUND,

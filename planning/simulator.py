@@ -139,10 +139,6 @@ class Simulation:
         """What is counted until now, but for shares of time."""
         return self._found
 
-    def count(self, pool: str) -> int:
-        """Actors of a pool that work."""
-        return sum(1 for engine in self._engines if engine.pool.name == pool and not engine.is_leaving)
-
     def scale(self, pool: str, count: int, start_s: float = 0.0) -> None:
         """Let a pool have another number of actors; who comes takes a while, who leaves finishes what it runs."""
         there = [engine for engine in self._engines if engine.pool.name == pool and not engine.is_leaving]

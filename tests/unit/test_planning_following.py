@@ -132,7 +132,7 @@ def followed(seed, *, doubles=True):
 
     def after_step(step):
         simulation.stretch = 1.0 + (min(1.0, max(0.0, (step - 20) / 40)) if doubles else 0.0)
-        found, there = simulation.so_far(), simulation.count("a")
+        found, there = simulation.so_far(), sum(not each.is_leaving for each in simulation._engines)
         samples, tokens = found.num_generated - before[0], found.num_tokens - before[1]
         before[:] = [found.num_generated, found.num_tokens]
         state = PoolState("a", there, wanted[0], SLOTS, start.pools[0].law, 16)
