@@ -261,7 +261,7 @@ class Coordinator:
                 return future.result(HEARTBEAT_S)
             except FutureTimeout:
                 if future.done():
-                    raise
+                    return future.result()  # its own error, or an answer that came just now
                 if heartbeats:
                     self._channel.send(Kind.WAITING)
                 # A service whose disk is full answers that it waits: so do we.

@@ -1,7 +1,7 @@
 """The device of a rank: which it is, how much of its memory a stage may take, and how much training takes of it.
 
 The figures are counted, not measured: the bytes that a layer keeps for its backward pass by tracing one without data,
-all others from the shapes of the model. They are at most: of the longest samples, and of micro-batches that are full.
+all others from the shapes of the model. They are of the longest samples, in as many micro-batches as these fill.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _need_of(
     trained = num_weights
     if num_models > 1:
         of_critic = stage_of(1, stage, config.num_stages) if config.schedule == "fused" else stage
-        trained += _num_weights(_shares(of_critic, model, config), model, has_lm_head=False)
+        trained += _num_weights(_shares(of_critic, model, config, has_lm_head=False), model, has_lm_head=False)
     item = 8 if config.precision == "float64" else 4
     is_narrow = config.precision == "bfloat16"
     states_item = 2 if config.residual == "bfloat16" else item
@@ -183,12 +183,13 @@ def _need_of(
     return MemoryNeed(stage, {**static, **larger})
 
 
-def _shares(stage: int, model: PreTrainedConfig, config: LearnerConfig) -> list[StageShare]:
-    """The chunks of a stage."""
-    num_chunks = config.num_stages * config.num_chunks
-    split = split_layers(
-        model, num_chunks, layers_per_chunk=config.layers_per_chunk, recomputed=config.activation_checkpointing
-    )
+def _shares(
+    stage: int, model: PreTrainedConfig, config: LearnerConfig, *, has_lm_head: bool = True
+) -> list[StageShare]:
+    """The chunks of a stage, as `model.load_stage` makes them."""
+    num_chunks, recomputed = config.num_stages * config.num_chunks, config.activation_checkpointing
+    fixed = config.layers_per_chunk
+    split = split_layers(model, num_chunks, has_lm_head=has_lm_head, layers_per_chunk=fixed, recomputed=recomputed)
     return [StageShare(chunk, num_chunks, *split[chunk]) for chunk in range(stage, num_chunks, config.num_stages)]
 
 

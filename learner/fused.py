@@ -1,14 +1,15 @@
 """FusedPasses: a pass of the policy and one of the critic, whose pipelines run against each other, at once.
 
-Each rank follows its part of an order (`learner.orders`), and sends and receives along the way. States of a network on
-their way out, and gradients on their way back, have a process group of their own. Within it both sides count
-micro-batches alike, so messages meet in any order of the networks, and none waits behind one of another kind.
+Each rank follows its part of an order (`learner.orders`), and sends and receives along the way. Between two neighbours
+the states of a network on their way out, and the gradients on their way back, have a process group of their own. Within
+it both sides count micro-batches alike, so messages meet in any order of the networks, and none waits behind another:
+NCCL takes what a rank asks of one group in the order in which it was asked.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,41 +21,33 @@ from learner.model import DeviceBatch, StageModule
 from learner.orders import NUM_NETWORKS, Work, find_order
 from learner.pipeline import Coefficients, OutOfMemory, say_memory
 
+_Groups = Mapping[int, dist.ProcessGroup]
+"""Those of two neighbours, by the lower of their ranks."""
+
 
 class FusedPasses:
     """Runs packed batches through this rank's stage of both networks. All ranks of a replica call alike."""
 
-    def __init__(
-        self,
-        modules: tuple[StageModule, StageModule],
-        mesh: Mesh,
-        work: tuple[Work, Work],
-        most_held: int,
-        timeout: timedelta | None = None,
-    ) -> None:
-        """Make the process groups; all ranks of the mesh call it together.
+    def __init__(self, mesh: Mesh, work: tuple[Work, Work], most_held: int, timeout: timedelta | None = None) -> None:
+        """Make the process groups; all ranks of the mesh call it together, before they load: that takes longer.
 
         Args:
-            modules: this rank's stage of the policy; and of the critic, counted from the other end.
             mesh: of one chunk per stage.
             work: of a training pass, of both.
             most_held: micro-batches whose activations a rank keeps at once, of both.
             timeout: of a message.
         """
-        self._modules = modules
+        self.modules: tuple[StageModule, ...] = ()
+        """This rank's stage of the policy; and of the critic, counted from the other end. Set before the first pass."""
         self._mesh = mesh
         self._work = work
         self._most_held = most_held
-        num_stages, num_replicas = mesh.place.num_stages, mesh.place.num_replicas
+        place = mesh.place
+        firsts = [rank for rank in range(place.num_ranks) if (rank + 1) % place.num_stages]
         # every rank has to make every group, in the same order
-        groups = [
-            [
-                dist.new_group([replica * num_stages + stage for stage in range(num_stages)], timeout=timeout)
-                for _ in range(2 * NUM_NETWORKS)
-            ]
-            for replica in range(num_replicas)
-        ][mesh.place.replica]
-        self._groups = [(groups[2 * network], groups[2 * network + 1]) for network in range(NUM_NETWORKS)]
+        self._groups: list[tuple[_Groups, _Groups]] = [
+            (_groups_of(firsts, timeout), _groups_of(firsts, timeout)) for _ in range(NUM_NETWORKS)
+        ]
         """Of each network: for states on their way out, and for gradients on their way back."""
 
     @torch.no_grad()
@@ -76,7 +69,7 @@ class FusedPasses:
         order = find_order(place.num_stages, batch.packed.num_micro_batches, work, self._most_held)
         with contextlib.ExitStack() as bound:
             lines = []
-            for network, (module, groups) in enumerate(zip(self._modules, self._groups, strict=True)):
+            for network, (module, groups) in enumerate(zip(self.modules, self._groups, strict=True)):
                 module.batch = batch
                 bound.callback(setattr, module, "batch", None)
                 lines.append(_Line(module, batch, groups, place.rank, 1 - 2 * network, trains=trains))
@@ -90,7 +83,11 @@ class FusedPasses:
                 failed = error
             else:
                 return [line.finish() for line in lines]
-        raise OutOfMemory(say_memory(place, self._modules[0], batch.packed, failed, train=trains)) from failed
+        raise OutOfMemory(say_memory(place, self.modules[0], batch.packed, failed, train=trains)) from failed
+
+
+def _groups_of(firsts: Sequence[int], timeout: timedelta | None) -> _Groups:
+    return {first: dist.new_group([first, first + 1], timeout=timeout) for first in firsts}
 
 
 class _Line:
@@ -100,7 +97,7 @@ class _Line:
         self,
         module: StageModule,
         batch: DeviceBatch,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: tuple[_Groups, _Groups],
         rank: int,
         step: int,
         *,
@@ -116,16 +113,17 @@ class _Line:
         self._outputs: list[Tensor] = []
         like = torch.empty(1, packed.width, module.hidden_size, dtype=module.states_dtype, device=module.device)
         states, gradients = groups
+        before, after = min(rank, rank - step), min(rank, rank + step)
         self._arriving: _Inbox | None = None
         self._leaving: _Outbox | None = None
         self._arriving_back: _Inbox | None = None
         self._leaving_back: _Outbox | None = None
         if not share.is_first:
-            self._arriving = _Inbox(states, rank - step, like, packed.num_micro_batches)
-            self._leaving_back = _Outbox(gradients, rank - step)
+            self._arriving = _Inbox(states[before], rank - step, like, packed.num_micro_batches)
+            self._leaving_back = _Outbox(gradients[before], rank - step)
         if not share.is_last:
-            self._leaving = _Outbox(states, rank + step)
-            self._arriving_back = _Inbox(gradients, rank + step, like, packed.num_micro_batches * trains)
+            self._leaving = _Outbox(states[after], rank + step)
+            self._arriving_back = _Inbox(gradients[after], rank + step, like, packed.num_micro_batches * trains)
 
     def forward(self, micro_batch: int) -> None:
         """Compute a micro-batch, and pass on what comes out."""

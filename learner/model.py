@@ -46,7 +46,8 @@ Heads = Literal["token", "token_and_value", "value"]
 class DeviceBatch:
     """A packed batch of one replica on the device of a stage, with what its layers need per micro-batch.
 
-    All of it is copied here, once: a copy in the midst of a pass would wait until the device has done all before it.
+    All of it is copied here, once, but for grids where flash attention does not serve: a copy in the midst of a pass
+    would wait until the device has done all before it.
     """
 
     def __init__(self, packed: PackedBatch, device: torch.device) -> None:

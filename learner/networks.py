@@ -205,7 +205,7 @@ class Networks:
         return rows
 
     def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
-        """As `train`, for a loss whose gradient for a sequence depends on that sequence alone.
+        """As `train`, for a loss whose gradient for a sequence depends on its unit alone (`Needs.separable`).
 
         The gradient is asked for the tokens of each micro-batch; None but on the last stages, as are the
         log-probabilities of all T tokens that are returned.
@@ -333,15 +333,15 @@ def load_networks(
         chunks = load_chunks(path, heads, config, temperature, mesh, device, backwards=backwards)
         return Network.build(chunks, config, mesh)
 
+    fused = None
+    if is_fused:
+        # rounded, so that checkpoints that are alike but for their vocabulary share orders
+        share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
+        backward = 2.0 + config.activation_checkpointing
+        work = Work(1.0, backward), Work(share, share * backward)
+        fused = FusedPasses(mesh, work, config.most_held, timedelta(seconds=config.collective_timeout_s))
     policy = load("token_and_value" if critic == "head" else "token")
-    if critic != "model":
-        return Networks(policy, None, config, mesh)
-    values = load("value", backwards=is_fused)
-    if not is_fused:
-        return Networks(policy, values, config, mesh)
-    # rounded, so that checkpoints that are alike but for their vocabulary share orders
-    share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
-    backward = 2.0 + config.activation_checkpointing
-    work = Work(1.0, backward), Work(share, share * backward)
-    modules, timeout = (policy.modules[0], values.modules[0]), timedelta(seconds=config.collective_timeout_s)
-    return Networks(policy, values, config, mesh, FusedPasses(modules, mesh, work, config.most_held, timeout))
+    values = load("value", backwards=is_fused) if critic == "model" else None
+    if fused is not None and values is not None:
+        fused.modules = (policy.modules[0], values.modules[0])
+    return Networks(policy, values, config, mesh, fused)

@@ -58,7 +58,8 @@ class SleepingPair:
 
     def fused(self, most_held: int, *, train: bool = True) -> Callable[[], None]:
         """Both at once."""
-        fused = FusedPasses((self._stage(0), self._stage(1)), self._mesh, WORK, most_held)
+        fused = FusedPasses(self._mesh, WORK, most_held)
+        fused.modules = (self._stage(0), self._stage(1))
 
         def run() -> None:
             if train:
