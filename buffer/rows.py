@@ -94,7 +94,8 @@ class RowBytes:
         headers["flags"] = np.where(column["reference_logprobs"].is_valid().to_numpy(zero_copy_only=False), 1, 0)
         for (name, _), bound in zip(_SECTIONS, bounds, strict=True):
             headers[f"num_{name}"] = np.diff(bound)
-        self._headers = headers
+        # as bytes: NumPy copies records field by field
+        self._headers = headers.view(np.uint8).reshape(-1, HEADER.itemsize)
         self._sections = [
             (data, (bound * item).tolist())
             for data, bound, item in zip(flat, bounds, _ITEM_SIZES.tolist(), strict=True)
@@ -110,8 +111,8 @@ class RowBytes:
         else:
             headers = self._headers[list(rows)]
             parts = [data[bound[row] : bound[row + 1]] for data, bound in self._sections for row in rows]
-        headers["record"] = records
-        return [_PREFIX.pack(SCHEMA_VERSION, len(rows)), headers.tobytes(), *parts]
+        headers[:, :8] = np.array(records, "<i8").view(np.uint8).reshape(-1, 8)
+        return [_PREFIX.pack(SCHEMA_VERSION, len(rows)), headers.data.cast("B"), *parts]
 
 
 def decode(blocks: Sequence[bytes | memoryview]) -> dict[str, Any]:

@@ -21,7 +21,10 @@ SETTINGS = {
 """Environment of every measurement: libraries read it when they are imported."""
 LIMIT_S = 900.0
 """No measurement takes longer; one that does has failed."""
-REQUIREMENTS = ["torchrl==0.14.1", "tensordict==0.14.3", "TransferQueue==0.1.11", "redis==8.1.0", "hiredis==3.5.0"]
+REQUIREMENTS = [
+    "torchrl==0.14.1", "tensordict==0.14.3", "TransferQueue==0.1.11", "omegaconf==2.3.0",
+    "antlr4-python3-runtime==4.9.3", "redis==8.1.0", "hiredis==3.5.0",
+]  # fmt: skip
 
 
 def run_measurement(

@@ -1,7 +1,7 @@
 """Environments of what Leeway is compared with and does not depend on.
 
 They lie in the user's cache folder, never in the repository, and see the packages of the environment that runs the
-benchmark (a .pth file names their folder), so torch and Ray need no second copy.
+benchmark (a .pth file names their folder), so torch and Ray need no second copy. Versions that a peer names win.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def python_with(*requirements: str) -> Path:
     packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (packages / "leeway_packages.pth").write_text(here + "\n")
     # The versions of the repository hold, above all torch's: a build for CPUs must not be replaced.
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    _run([str(python), "-m", "pip", "install", "--quiet", *requirements, *constraints])
+    constraints, own = folder / "constraints.txt", {each.partition("==")[0] for each in requirements}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    constraints.write_text("\n".join(each for each in lines if each.partition("==")[0] not in own) + "\n")
+    _run([str(python), "-m", "pip", "install", "--quiet", *requirements, "-c", str(constraints)])
     done.touch()
     return python
 
