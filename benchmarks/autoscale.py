@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from actors.config import ActorsConfig
+from benchmarks.autoscale_parts.simulation import ScalingSimulation
 from benchmarks.fleet import Fleet, run
 from benchmarks.fleet_parts.setting import FleetSetting, Stretch
 from benchmarks.lib.machine import RESULTS, describe_machine
@@ -48,7 +49,6 @@ from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
 from planning.following import ABOVE, Following, PoolState, StepFacts
 from planning.lengths import LengthLaw
-from planning.simulator import Simulation
 from planning.world import Costs, EnginePool, World
 
 PAGE = RESULTS / "autoscale.md"
@@ -257,12 +257,12 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
             if advice is not None and advice.pool:
                 here = min(here, advice.count)
                 wanted, there_s = advice.count, now_s + case.start_s * (advice.count > wanted)
-                simulation.scale("a", wanted, case.start_s)
+                simulation.scale(wanted, case.start_s)
         simulation.stretch = case.stretch.at(step)
         found.append(AtStep(now_s, here, wanted))
 
-    simulation = Simulation(replace(case.world, pools=(pool,), step_s=step_s), case.seed)
-    simulation.run(NUM_STEPS, after_step=after_step)
+    simulation = ScalingSimulation(replace(case.world, pools=(pool,), step_s=step_s), case.seed, after_step)
+    simulation.run(NUM_STEPS)
     return found
 
 

@@ -53,8 +53,6 @@ class _Engine:
     is_updating: bool = False
     is_asking: bool = False
     """It is about to ask for leases."""
-    is_leaving: bool = False
-    """It leases nothing more."""
     event: int = 0
     """Number of the event that is its next end; an older one is over."""
     slot_s: float = 0.0
@@ -95,18 +93,11 @@ class Simulation:
         self._version = self._published = 0
         self._is_training = self._is_scoring = self._is_polling = False
         self._found = Outcome()
-        self.stretch = 1.0
-        """Lengths are drawn so many times as long as the law says; may be changed while it runs."""
 
     # --- running ----------------------------------------------------------------------------------
 
-    def run(
-        self, num_steps: int, warm_up: int = 0, limit_s: float = inf, after_step: Callable[[int], None] | None = None
-    ) -> Outcome:
-        """Take so many steps, of which the first are not counted; end earlier at `limit_s`, or where none comes.
-
-        `after_step` is called with the number of each step, and may `scale`.
-        """
+    def run(self, num_steps: int, warm_up: int = 0, limit_s: float = inf) -> Outcome:
+        """Take so many steps, of which the first are not counted; end earlier at `limit_s`, or where none comes."""
         self._knock()
         handlers: dict[int, Callable[[Any], None]] = {
             _UPDATE: self._on_update, _REWARDED: self._on_rewarded, _PUBLISHED: self._on_published,
@@ -131,30 +122,7 @@ class Simulation:
                 if step == warm_up:
                     counted_from_s = now_s
                     self._begin_to_count()
-                if after_step is not None:
-                    after_step(step)
         return self._finish(max(0, step - warm_up), self.now_s - counted_from_s)
-
-    def so_far(self) -> Outcome:
-        """What is counted until now, but for shares of time."""
-        return self._found
-
-    def scale(self, pool: str, count: int, start_s: float = 0.0) -> None:
-        """Let a pool have another number of actors; who comes takes a while, who leaves finishes what it runs."""
-        there = [engine for engine in self._engines if engine.pool.name == pool and not engine.is_leaving]
-        kind = next(each for each in self._world.pools if each.name == pool)
-        for _ in range(count - len(there)):
-            newest = PolicyVersion(0, self._published)
-            slots, clock = kind.config.max_running_samples, TokenClock[_Sample](kind.law, self.now_s)
-            engine = _Engine(kind, slots, clock, kind.gate(), newest, newest)
-            engine.is_asking = True
-            self._engines.append(engine)
-            self._at(self.now_s + start_s, _LEASE, engine)
-        for engine in there[count:]:
-            engine.is_leaving = True
-            heir = min((each for each in there[:count]), key=lambda each: len(each.waiting))
-            heir.waiting.extend(engine.waiting)
-            engine.waiting.clear()
 
     def _at(self, time_s: float, kind: int, what: object) -> int:
         self._seq += 1
@@ -262,8 +230,6 @@ class Simulation:
         return KvSample(group.id, self._world.prompt_tokens, round(limit), round(there), group.usual_tokens)
 
     def _lease(self, engine: _Engine) -> None:
-        if engine.is_leaving:
-            return
         in_engine = engine.clock.num_running + len(engine.waiting)
         slots = engine.slots if engine.gate is None else engine.gate.slots(engine.clock.made)
         room = engine.pool.config.room(in_engine, in_engine + engine.num_unrewarded, slots=slots)
@@ -313,8 +279,6 @@ class Simulation:
     def _new_group(self, pool: EnginePool) -> SimulatedGroup:
         self._num_groups += 1
         prompt, lengths = self._prompts.next(pool, self._version)
-        if self.stretch != 1.0:
-            lengths = [max(1.0, round(self.stretch * length)) for length in lengths]
         group = SimulatedGroup(
             self._num_groups,
             prompt,

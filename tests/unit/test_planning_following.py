@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from benchmarks.autoscale_parts.simulation import ScalingSimulation
 from common.costs import TokenTime
 from planning.following import (
     ABOVE,
@@ -16,7 +17,6 @@ from planning.following import (
     StepFacts,
 )
 from planning.lengths import LengthLaw
-from planning.simulator import Simulation
 from tests.unit.test_planning_simulator import G, K, world
 
 LAW = TokenTime(4e-3, 6e-5)
@@ -127,23 +127,24 @@ def followed(seed, *, doubles=True):
     """A simulated run whose lengths double between the steps 20 and 60; who worked at each step, and the end."""
     lengths = LengthLaw.lognormal(230, 0.6, 2000, 0.5)
     start = world(engines=3, slots=SLOTS, lengths=lengths, step_s=GROUPS / G, max_lag=8, groups=GROUPS)
-    simulation, following, counts, rates = Simulation(start, seed), Following(), [], []
+    following, counts, rates = Following(), [], []
     before, wanted = [0, 0.0], [3]
 
     def after_step(step):
         simulation.stretch = 1.0 + (min(1.0, max(0.0, (step - 20) / 40)) if doubles else 0.0)
-        found, there = simulation.so_far(), sum(not each.is_leaving for each in simulation._engines)
+        found, there = simulation.so_far(), simulation.count()
         samples, tokens = found.num_generated - before[0], found.num_tokens - before[1]
         before[:] = [found.num_generated, found.num_tokens]
         state = PoolState("a", there, wanted[0], SLOTS, start.pools[0].law, 16)
         advice = following.look([state], StepFacts(tokens / max(1, samples), 10.0, GROUPS / G, 1.0, GROUPS * K))
         if advice is not None and advice.pool:
             wanted[0] = advice.count
-            simulation.scale("a", advice.count, start_s=2.0)
+            simulation.scale(advice.count, start_s=2.0)
         counts.append(there)
         rates.append(simulation.now_s)
 
-    simulation.run(160, after_step=after_step)
+    simulation = ScalingSimulation(start, seed, after_step)
+    simulation.run(160)
     return counts, 60 * (GROUPS / G) / (rates[-1] - rates[-61])
 
 
