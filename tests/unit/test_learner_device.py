@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from learner import device as device_module
 from learner.attention import AttentionLayout
 from learner.config import LearnerConfig
-from learner.decoders import StageShare, widths
+from learner.decoders import StageShare, split_layers, widths
 from learner.device import device_of, kept_bytes, memory_need, micro_batches_in_flight, settle
 from learner.logprobs import LogitRule
 from learner.model import StageModule
@@ -191,6 +191,20 @@ def test_all_stages_together_hold_every_weight_once():
     alone = device_module._need_of(0, tied, LearnerConfig(num_stages=1), (4096, 0), (), 1)
     assert alone.parts["weights"] == 4 * (num - model.vocab_size * model.hidden_size)
     assert alone.parts["between stages"] == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fused"])
+def test_a_critic_model_is_counted_on_the_layers_that_its_own_split_gives_a_stage(schedule):
+    model, config = transformers.Qwen2Config(**SIZES["1.5B"]), LearnerConfig(num_stages=2, schedule=schedule)
+    parts = [
+        [device_module._need_of(stage, model, config, (64, 0), (), num).parts for num in (1, 2)] for stage in (0, 1)
+    ]
+    of_critic = [(both["weights"] - policy["weights"]) // 4 for policy, both in parts]
+    split = split_layers(model, 2, has_lm_head=False)
+    assert split != split_layers(model, 2), "a head weighs as much as some layers"
+    sizes = [(end - first) * widths(model).num_weights for first, end in split]
+    sizes[0] += model.vocab_size * model.hidden_size
+    assert of_critic == (sizes[::-1] if schedule == "fused" else sizes)
 
 
 @pytest.mark.parametrize(
