@@ -157,6 +157,17 @@ def test_host_copies_are_made_once_and_used_again(folder: Path, monkeypatch):
     assert same(read(folder, v(7)), weights(7))
 
 
+def test_without_memory_for_the_copy_that_a_delta_starts_from_versions_wait_for_each_other(folder: Path, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.ENOMEM, "cannot be pinned")
+
+    monkeypatch.setattr(parts.HostCopy, "another", refuse)
+    monkeypatch.setattr(WeightStore, "wants_deltas", lambda _: True)
+    publish(folder, *map(v, range(6)), full_every=50)
+    assert same(read(folder, v(5)), weights(5))
+    assert WeightStore(folder).manifest(v(5)).parent == "0.4"
+
+
 def test_other_tensors_than_before_are_refused_and_the_right_ones_still_taken(folder: Path):
     publisher = publisher_of(folder)
     publisher.publish(v(0), weights(0))
