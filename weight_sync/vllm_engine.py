@@ -1,9 +1,9 @@
 """The plugin that every vLLM process loads (entry point group `vllm.general_plugins`).
 
-It does three things. It registers our weight transfer, which `WeightTransferConfig(backend=BACKEND)`
+It does four things. It registers our weight transfer, which `WeightTransferConfig(backend=BACKEND)`
 then selects. It ties the process to its owner: where `OWNER_ENV` names a process, an engine
-outlives it by milliseconds, even if the owner was killed with no chance to say so. And it gives an engine
-what the actor began its process without: a garbage collector, and an ear for SIGTERM.
+outlives it by milliseconds, even if the owner was killed with no chance to say so. It gives an engine
+what the actor began its process without: a garbage collector, and an ear for SIGTERM. And it asks for AMX.
 
 Importing this module costs nothing and needs no vLLM.
 """
@@ -27,8 +27,10 @@ REFUSED = "weights refused:"
 
 def register() -> None:
     """Called by vLLM in each of its processes; may be called again."""
+    import torch
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
+    torch.cpu._init_amx()  # bf16 attention on a CPU that has it would end in SIGILL: vLLM asks no leave of the kernel
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "weight_sync.vllm_transfer", "StoreWeightTransfer")
     owner = os.environ.get(OWNER_ENV, "")
