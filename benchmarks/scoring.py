@@ -8,8 +8,8 @@ on one core, everything else on another; a scorer, where there is one, beside th
     synchronous       max_lag = 0: all scores in the step, and what has arrived while the learner waits
     generation-bound  the default lag, and an actor that has few samples in flight: the same
     learner-bound     the default lag, an actor that has many: all scores in the step, and by a scorer process
-    sleeping          the same, two stages and a scorer, as if each had a device of its own: their chunks and the engine
-                      sleep in place of most of what they compute (`scoring_parts/`); all else is the real run
+    sleeping          the same, two stages and a scorer, as if each had a device of its own: their chunks compute a tiny
+                      model and sleep for the rest of their time, the engine sleeps (`scoring_parts/`); all else is real
 
 The bound of a pair is what its first run's own times allow: the reference's share of a step gone, but for a last group
 of a synchronous one, which nothing can score before it is there.

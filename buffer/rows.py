@@ -111,7 +111,7 @@ class RowBytes:
         else:
             headers = self._headers[list(rows)]
             parts = [data[bound[row] : bound[row + 1]] for data, bound in self._sections for row in rows]
-        headers[:, :8] = np.array(records, "<i8").view(np.uint8).reshape(-1, 8)
+        headers[:, :8] = np.array(records, "<i8").view(np.uint8).reshape(-1, 8)  # the first field
         return [_PREFIX.pack(SCHEMA_VERSION, len(rows)), headers.data.cast("B"), *parts]
 
 

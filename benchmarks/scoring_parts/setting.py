@@ -7,6 +7,6 @@ from common.costs import TokenTime
 from planning.lengths import LengthLaw
 
 LAYER_S = 0.06
-"""Of a layer, for a micro-batch on its way out; six times what the tiny model takes to compute it."""
+"""Of a layer, for a micro-batch on its way out; some three times what the tiny model takes to compute it besides."""
 ENGINES = FleetSetting({"actors": TokenTime(0.002)}, LengthLaw.lognormal(48, 0.3, 120, 0.5), step_s=0.0)
 """Faster than any step."""
