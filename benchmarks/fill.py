@@ -32,8 +32,8 @@ from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
-from benchmarks.lib.runs import FinishedRun, train
-from benchmarks.overlap import GROUPS_PER_STEP, two_cores
+from benchmarks.lib.runs import FinishedRun
+from benchmarks.overlap import GROUPS_PER_STEP, train_on_cores
 from benchmarks.overlap_parts.long_tail import Setting, write_setting
 
 PAGE = RESULTS / "fill.md"
@@ -83,10 +83,7 @@ def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, Figu
     """
     config, found = write_setting(folder / "setting", setting), {}
     for rule, module in MODULES.items():
-        cores, log = two_cores(), folder / f"{rule}-{number}.log"
-        run = train(config, folder / log.stem, OVERRIDES, log=log, prefix=cores.prefix, look=cores.look, module=module)
-        cores.check()
-        found[rule] = figures_of(run)
+        found[rule] = figures_of(train_on_cores(config, folder / f"{rule}-{number}.log", OVERRIDES, module=module))
         shown = {key: round(value, 3) for key, value in found[rule].items()}
         print(f"round {number + 1}, {rule}: {json.dumps(shown)}", file=sys.stderr, flush=True)
     return found

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -85,10 +85,7 @@ def measure_round(folder: Path, number: int, setting: Setting) -> tuple[Figures,
     config = write_setting(folder / "setting", setting)
     found = []
     for name, overrides in SIDES.items():
-        cores = two_cores()
-        log = folder / f"{name}-{number}.log"
-        run = train(config, folder / log.stem, overrides, log=log, prefix=cores.prefix, look=cores.look)
-        cores.check()
+        run = train_on_cores(config, folder / f"{name}-{number}.log", overrides)
         found.append(figures_of(run, setting.num_warmup))
         shown = {key: round(value, 3) for key, value in found[-1].items()}
         print(f"round {number + 1}, {name}: {json.dumps(shown)}", file=sys.stderr, flush=True)
@@ -168,6 +165,28 @@ def two_cores() -> Cores:
     if len(mine) < 2:
         raise MeasurementFailed(f"two cores are needed, and this process may use {len(mine)}; see `taskset -p $$`")
     return Cores(actors=mine[0], others=mine[1])
+
+
+def train_on_cores(
+    config: Path, log: Path, overrides: Sequence[str], *, only: str = "", module: str = "launch.cli"
+) -> FinishedRun:
+    """A run whose actors, and scorers, have a core to themselves; its folder lies beside its log.
+
+    Args:
+        config: TOML file.
+        log: what it prints goes there.
+        overrides: arguments of `leeway train`.
+        only: the one actor that is moved, by its name; empty: all of them.
+        module: whose command it is.
+
+    Raises:
+        MeasurementFailed: it did not end well, or there are no two cores.
+    """
+    cores = replace(two_cores(), only=only)
+    folder = log.with_suffix("")
+    run = train(config, folder, overrides, log=log, prefix=cores.prefix, look=cores.look, module=module)
+    cores.check()
+    return run
 
 
 def _move_threads(pid: int, core: int) -> bool:

@@ -37,7 +37,7 @@ from benchmarks.lib.page import bars_table, judged, origin, parsed, share, table
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FinishedRun, train
-from benchmarks.overlap import GROUPS_PER_STEP, NUM_WARMUP, two_cores
+from benchmarks.overlap import GROUPS_PER_STEP, NUM_WARMUP, train_on_cores
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
 from benchmarks.scoring_parts.setting import ENGINES, LAYER_S
 
@@ -119,14 +119,6 @@ def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, tupl
             print(f"round {number + 1}, {name}, {side}: {json.dumps(shown)}", file=sys.stderr, flush=True)
         found[name] = (runs[0], runs[1])
     return found
-
-
-def train_on_cores(config: Path, log: Path, overrides: Sequence[str]) -> FinishedRun:
-    """A run whose actor, and scorer where there is one, have a core to themselves."""
-    cores = two_cores()
-    run = train(config, log.with_suffix(""), overrides, log=log, prefix=cores.prefix, look=cores.look)
-    cores.check()
-    return run
 
 
 def train_asleep(config: Path, log: Path, overrides: Sequence[str]) -> FinishedRun:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.lib.runs import FinishedRun, train
-from benchmarks.overlap import two_cores
+from benchmarks.lib.runs import FinishedRun
+from benchmarks.overlap import train_on_cores
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
 from launch.config import load_config
 from launch.plans import world_of
@@ -34,11 +34,8 @@ def run(folder: Path, name: str, policy: str, seed: int, num_steps: int) -> Fini
     Raises:
         MeasurementFailed: it did not end well.
     """
-    cores, log = replace(two_cores(), only=FIRST_ACTOR), folder / f"{name}.log"
-    config, said = _config(folder), _said(policy, seed, num_steps)
-    found = train(config, folder / name, said, log=log, prefix=cores.prefix, look=cores.look)
-    cores.check()
-    return found
+    said = _said(policy, seed, num_steps)
+    return train_on_cores(_config(folder), folder / f"{name}.log", said, only=FIRST_ACTOR)
 
 
 def simulated(folder: Path, policy: str, seed: int, profile: Profile, steps: tuple[int, int]) -> float:

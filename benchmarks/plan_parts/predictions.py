@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.lib.runs import FinishedRun, train
-from benchmarks.overlap import figures_of, two_cores
+from benchmarks.lib.runs import FinishedRun
+from benchmarks.overlap import figures_of, train_on_cores
 from benchmarks.overlap_parts.long_tail import Setting, write_setting
 from launch.config import load_config
 from launch.plans import world_of
@@ -86,12 +86,7 @@ def measured(folder: Path, number: int, case: Case, more: Sequence[str] = ()) ->
     Raises:
         MeasurementFailed: it did not end well.
     """
-    cores, log = two_cores(), folder / f"case-{number}.log"
-    run = train(
-        config_in(folder), folder / log.stem, [*case.overrides, *more], log=log, prefix=cores.prefix, look=cores.look
-    )
-    cores.check()
-    return run
+    return train_on_cores(config_in(folder), folder / f"case-{number}.log", [*case.overrides, *more])
 
 
 class Runs(NamedTuple):
