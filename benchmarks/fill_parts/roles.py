@@ -8,7 +8,7 @@ from actors.config import ActorsConfig
 from launch.processes.actor_role import ActorRole
 
 
-def rounded_down(config: ActorsConfig, num_to_generate: int, num_open: int, num_ahead: float) -> int:
+def rounded_down(config: ActorsConfig, num_to_generate: int, num_open: int, num_ahead: float, slots: int | None) -> int:
     """As `ActorsConfig.room`: only groups that fit whole, beside all that is leased and not yet in the buffer."""
     return max(0, (config.max_running_samples - num_open) // config.group_size)
 
