@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
@@ -120,6 +120,20 @@ class Plan:
             keys=self.client_keys,
         )
 
+    @property
+    def endless_turns(self) -> str:
+        """Why answers would not end where the model was taught to end them; '' where they do, or none can tell."""
+        if self.model is None or self.task.end_of_turn is None or self.task.end_of_turn[0] in self.model.eos_token_ids:
+            return ""
+        number, text = self.task.end_of_turn
+        known = ", ".join(map(str, self.model.eos_token_ids))
+        return (
+            f"the chat template ends an answer with {text} (token {number}), at which generation does not stop: "
+            f"eos_token_id is {known}. A model that was taught by this template runs on to actors.max_new_tokens = "
+            f"{self.config.actors.max_new_tokens}: name {number} too in eos_token_id of its generation_config.json. "
+            "One that was not, as a base model, may need task.chat = false"
+        )
+
     def _teachers(self) -> list[str]:
         """How many prompts each has, for people."""
         counts = map(self.task.teacher_of_prompt.count, range(len(self.config.model.teachers)))
@@ -154,6 +168,7 @@ class Plan:
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
                 f"{self.weights_folder}",
                 *describe_gpus(config),
+                *([f"note       {self.endless_turns}"] if self.endless_turns else []),
                 f"It would not start on this machine: {self.lacking}."
                 if self.lacking
                 else "Everything that can be checked before a process starts is in order.",
@@ -247,18 +262,18 @@ def _keys(config: Config) -> RunKeys | None:
     return RunKeys.make()
 
 
-def check_fetched(plan: Plan, path: Path) -> ModelFacts:
-    """The same look at a model that had to be downloaded or made, and at the prompts with its tokenizer.
+def check_fetched(plan: Plan, path: Path) -> Plan:
+    """The plan with its model, once that was downloaded or made: the same look at it, and at the prompts.
 
     Raises:
         ConfigError: it does not fit the config.
     """
     config = plan.config
     model = check_model(config, path, "model.hub" if config.model.path is None else "model.path")
-    _check_task(config, path, model)
+    task = _check_task(config, path, model)
     check_vocabulary(plan.recorded, config, model)
     check_frozen(config, model)
-    return model
+    return replace(plan, model=model, task=task)
 
 
 def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFacts:

@@ -98,7 +98,7 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
             interrupts.end()
             return refuse("stopped before anything was started", ExitStatus.INTERRUPTED)
         try:
-            status = _follow(plan, earlier, ready, interrupts, stack, started)
+            status = _follow(ready, earlier, interrupts, stack, started)
         except Stopped:  # before the run could hear of it
             interrupts.end()
             return refuse(f"stopped; what there is lies in {plan.folder.root}", ExitStatus.INTERRUPTED)
@@ -107,7 +107,7 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
     return status
 
 
-_Ready = tuple[RunContext[Config], Exporter, Tracker]
+_Ready = tuple[Plan, RunContext[Config], Exporter, Tracker]
 
 
 def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
@@ -122,11 +122,13 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
             check_wandb(config.tracking)  # starts a process that writes files
         # before the folder is made: a typo leaves nothing behind
         model_path = fetch_model(config.model, is_there=plan.model is not None)
-        model = plan.model or check_fetched(plan, model_path)
+        if plan.model is None:
+            plan = check_fetched(plan, model_path)
+        assert plan.model is not None, "it was checked"
         stack.enter_context(private_files())
         if config.weight_sync.folder is not None:
             stack.enter_context(claimed_weights(plan.weights_folder, folder.root))
-        context = plan.context(model_path, model)
+        context = plan.context(model_path, plan.model)
         if earlier is None:
             folder.create(config)
             half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
@@ -147,7 +149,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         # each actor looks for it on its own host, and finds it made where that is this one
         prepare_serving_model(model_path, folder.serving_models)
         half_made.pop_all()
-    return context, exporter, tracker
+    return plan, context, exporter, tracker
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,11 @@ class Sinks:
 
 
 def _follow(
-    plan: Plan, earlier: History | None, ready: _Ready, interrupts: Interrupts, stack: ExitStack, started: float
+    ready: _Ready, earlier: History | None, interrupts: Interrupts, stack: ExitStack, started: float
 ) -> ExitStatus:
     """Start the processes of the run, and follow it to its end."""
-    folder, (context, exporter, tracker) = plan.folder, ready
+    plan, context, exporter, tracker = ready
+    folder = plan.folder
     configure_logging(folder.log("launch", 0))
     display = stack.enter_context(Display(plan.config, folder))
     at_end = stack.enter_context(ExitStack())
@@ -256,6 +259,8 @@ class _Run:
         self.interrupts.go_on()
         if self._tripwires.foreseen:
             self.sinks.event("unweighted", self._tripwires.foreseen)
+        if self.plan.endless_turns:
+            self.sinks.event("endless_turns", self.plan.endless_turns)
         self.sinks.phase("training")
         self.supervisor.begin()
         interrupted = self._train()

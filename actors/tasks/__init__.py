@@ -18,6 +18,7 @@ Importing this package, and `check_task` without a model folder, imports neither
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actors.tasks.config import Classifier, FileTask, Judge, ReasoningGymTask, TaskConfig
@@ -65,16 +66,19 @@ def check_task(
     check_functions(config.rewards, columns, named)
     for name in config.rewards:
         _check_named(name, config, columns, task, has_model=model_folder is not None, here=import_limit_s is not None)
+    end_of_turn = None
     if model_folder is not None:
         codec = PromptCodec(model_folder, config.chat, config.system_prompt)
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
+        end_of_turn = codec.end_of_turn()
     if import_limit_s is not None:
         check_network(config)
         files = [reference for reference in config.rewards if reference not in named]
         try_imports(files, columns, import_limit_s, has_network=config.reward_network)
-    if config.teacher_column is None or not teachers:
-        return task.facts()
-    return task.facts(teachers_of(split.train, config.teacher_column, teachers))
+    of_prompts = b""
+    if config.teacher_column is not None and teachers:
+        of_prompts = teachers_of(split.train, config.teacher_column, teachers)
+    return replace(task.facts(of_prompts), end_of_turn=end_of_turn)
 
 
 def _check_named(

@@ -90,6 +90,8 @@ class TaskFacts:
     fingerprint: str
     teacher_of_prompt: bytes = b""
     """Of each training prompt the number of its teacher among those that were asked for; empty where none were."""
+    end_of_turn: tuple[int, str] | None = None
+    """The token that the chat template puts behind an answer, and its text; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,21 @@ class PromptCodec:
                 "system turn, leave task.system_prompt out and say it in task.template"
             ) from error
         return self._ids(rendered, special=False)
+
+    def end_of_turn(self) -> tuple[int, str] | None:
+        """The token that the chat template puts behind an answer, and its text; None where none can be told."""
+        if not self._chat:
+            return None
+        answer = "the-answer"
+        turns = [{"role": "user", "content": "the-question"}, {"role": "assistant", "content": answer}]
+        try:
+            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # a template may refuse or break at an answer: it is asked for none in a run
+            return None
+        _, found, behind = text.rpartition(answer)
+        tokens = self._tokenizer.added_tokens_decoder
+        ends = [each for each in self._ids([behind], special=False)[0] if each in tokens] if found else []
+        return (ends[0], str(tokens[ends[0]])) if ends else None
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []

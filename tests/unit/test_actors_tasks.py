@@ -325,6 +325,25 @@ def test_a_chat_template_that_refuses_a_system_turn_is_a_mistake_that_names_the_
         check_task(config.model_copy(update={"system_prompt": "1"}), **model)
 
 
+ENDED = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}+<end>{% endif %}{% endfor %}"
+NO_ANSWERS = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}<end>"
+
+
+@pytest.mark.parametrize(("template", "end"), [(ENDED, (16, "<end>")), (NO_ANSWERS, None)])
+def test_the_end_of_a_turn_is_the_token_that_the_template_puts_behind_an_answer(tmp_path, template, end):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<end>"])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = {"model_folder": tmp_path / "model", "max_prompt_tokens": 512, "vocab_size": 17}
+    config = gym(num_train=8, num_heldout=2, template="{metadata[expression]:compact}=", chat=True)
+    assert check_task(config, **model).end_of_turn == end
+    assert check_task(config.model_copy(update={"chat": False}), **model).end_of_turn is None
+
+
 def test_columns_become_json():
     assert json_safe({"a": (1, 2), ("k",): 1, "s": {3}}) == {"a": [1, 2], "s": [3]}
 
@@ -353,5 +372,6 @@ def test_prompts_are_encoded_as_they_are_or_as_a_turn_of_the_chat_and_completion
     tokenizer.save_pretrained(tmp_path)
     codec = PromptCodec(tmp_path, chat=True, system_prompt="1")
     assert codec.encode(["2="]) == [[7, 2, 6, 3, 5, 8]]
+    assert codec.end_of_turn() is None, "the template puts nothing behind an answer"
     with pytest.raises(TaskError, match="does not exist"):
         PromptCodec(tmp_path / "none", chat=False, system_prompt=None)

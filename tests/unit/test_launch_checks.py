@@ -5,11 +5,14 @@ import os
 import re
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from launch.checks import check, check_fetched
 from launch.cli import main, parse
+from launch.config import load_config
 from launch.errors import ConfigError, ExitStatus
 from launch.run_folder import claimed_weights
 from tests.unit.small_models import Model
@@ -270,6 +273,26 @@ def test_a_dry_run_says_between_which_sizes_groups_may_be(capsys, tmp_path):
     said = capsys.readouterr().out
     assert "8 to 24 samples per prompt" in said
     assert "32 prompts (256 to 768 samples)" in said
+
+
+@pytest.mark.parametrize("end", ["<end>", "<eos>"])
+def test_a_chat_template_whose_answers_end_where_generation_does_not_is_told_of(capsys, tmp_path, end):
+    from transformers import AutoTokenizer
+
+    model = shutil.copytree(ROOT / "examples" / "demo_model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.eos_token == "<eos>"
+    tokenizer.add_tokens([end])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + end
+    tokenizer.chat_template += "{% endif %}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    asked = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model), "--task.chat", "true"]
+    assert main(["train", str(DEMO), *asked, "--dry-run"]) == OK
+    said = capsys.readouterr().out
+    assert ("note       the chat template ends an answer with <end> (token 16)" in said) == (end == "<end>"), said
+    assert "in order" in said
+    fetched = check_fetched(replace(check(load_config(DEMO, asked), tmp_path / "run"), model=None), model)
+    assert ("name 16 too in eos_token_id" in fetched.endless_turns) == (end == "<end>")
 
 
 def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):

@@ -144,7 +144,7 @@ def test_recorded_samples_have_no_teachers(write, tmp_path):
 def test_a_model_that_came_later_is_held_against_its_teachers_too(write, tmp_path):
     made = plan(write((f'path = "{STUDENT}"\n[model', 'hub = "some/body"\n[model')))
     assert made.model is None
-    assert check_fetched(made, STUDENT).vocab_size == 16
+    assert check_fetched(made, STUDENT).model.vocab_size == 16
     came = Model("llama", tied=True).save(tmp_path / "came", max_position_embeddings=64)
     for file in STUDENT.glob("tokenizer*"):
         (came / file.name).write_bytes(file.read_bytes())
