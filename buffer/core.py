@@ -111,9 +111,10 @@ class BufferCore:
         )
         return reply, self._body(tx, draw)
 
-    def draw_timed_out(self, tx: Transaction, request: p.DrawRequest) -> Answer:
-        """The reply to a draw that waited long enough."""
-        return p.DrawReply(False, request.step, [], [], self.draws.waiting_for(tx, request)), b""
+    def draw_timed_out(self, tx: Transaction, request: p.DrawRequest, pushes_wait_for: str = "") -> Answer:
+        """The reply to a draw that waited long enough, perhaps because no push can be taken in."""
+        because = f"pushes wait: {pushes_wait_for}; " if pushes_wait_for else ""
+        return p.DrawReply(False, request.step, [], [], because + self.draws.waiting_for(tx, request)), b""
 
     def _hello(self, tx: Transaction, message: p.Hello) -> p.Welcome:
         return p.Welcome(self.leases.hello(tx, message).epoch)

@@ -49,6 +49,8 @@ _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
+_FULL_HEARD_S = 5.0
+"""So long after it a push that was put off has been tried again."""
 _SET_ASIDE_S = 0.25
 _MAX_UNWRITTEN = 512
 """Messages that cannot be read are written down with the next commit that others ask for, or after so long or so
@@ -162,6 +164,7 @@ class BufferService:
         self._stages = Stages()
         self._full_until = 0.0
         """Until then the disk is taken to be full: nothing is written of which no message asks."""
+        self._full_because = ""
 
     def bind(self) -> str:
         """Bind, and return the address for clients. With port 0, the port of the last run in this folder is kept.
@@ -199,7 +202,7 @@ class BufferService:
             outbox, self._parked, blames = self._store.write(lambda tx: self._answer(tx, asked))
         except StoreFull as error:
             outbox, blames = self._let_wait(asked, str(error)), []
-            self._full_until = self._clock() + _FULL_PAUSE_S
+            self._full_until, self._full_because = self._clock() + _FULL_PAUSE_S, str(error)
             # What the failed turn did to leases is undone in the store, so their deadlines start anew too.
             self._store.read(self._core.leases.restart)
         self._unwritten.clear()  # on a full disk nonsense has no room
@@ -295,12 +298,17 @@ class BufferService:
         for key, waiting in list(parked.items()):
             answer = self._draw(tx, waiting.request)
             if answer is None and waiting.deadline <= now:
-                answer = self._core.draw_timed_out(tx, waiting.request)
+                answer = self._core.draw_timed_out(tx, waiting.request, self._pushes_wait_for(now))
             if answer is not None:
                 del parked[key]
                 outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
         self._stages.end("index")
         return _Answers(outbox, parked, blames)
+
+    def _pushes_wait_for(self, now: float) -> str:
+        """What keeps samples that were generated out of the store; '' where nothing does."""
+        is_full = now < self._full_until + _FULL_HEARD_S
+        return self._upkeep.watch.pushes_wait_for or (self._full_because if is_full else "")
 
     def _answer_pushes(self, tx: Transaction, pushed: _Pushed, blames: list[_Blame]) -> list[_Outgoing]:
         requests, refusals = pushed.requests, {}

@@ -151,6 +151,46 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     coordinator.close()
 
 
+def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve, monkeypatch):
+    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
+    monkeypatch.setattr("buffer.service._FULL_PAUSE_S", 0.1)
+    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 0.5)
+    service = serve()
+    actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
+    learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
+    for client in (actor, learner):
+        client.connect()
+    incarnation = learner.begin_incarnation(0, 0).result(60).incarnation
+    learner.published(incarnation, 0).result(60)
+    lease = actor.lease(1).result(60).leases[0]
+    write = service._store.write
+
+    def only_without_samples(change):
+        def changed(tx):
+            before, done = tx.state.num_records, change(tx)
+            return done if tx.state.num_records == before else 1 // 0
+
+        try:
+            return write(changed)
+        except ZeroDivisionError:
+            raise StoreFull("no space is left") from None
+
+    monkeypatch.setattr(service._store, "write", only_without_samples)
+    pushed = actor.push(make_trajectory(lease, 0, seq=0))
+    wait_until(lambda: actor.put_off_because, "the push to be put off")
+    draw = learner.draw(1, 0, incarnation, 2, 0.3).result(60)
+    assert (draw.ready, draw.waiting_for.startswith("pushes wait: no space is left; step 1 has 0 of 2")) == (
+        False,
+        True,
+    )
+    monkeypatch.setattr(service._store, "write", write)
+    assert pushed.result(60).outcome == "committed"
+    says = lambda: learner.draw(1, 0, incarnation, 2, 0.0).result(60).waiting_for  # noqa: E731
+    wait_until(lambda: says().startswith("step 1"), "room to be heard of")
+    actor.close(1.0)
+    learner.close(1.0)
+
+
 def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
     service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})
