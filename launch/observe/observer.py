@@ -108,7 +108,7 @@ class Observer:
         self._pauses_s: list[float] = []
         self._policy_waits_s = 0.0
         """Of all actors. Both since the last row."""
-        self._polled_s = self._started_s
+        self._polled_s: float | None = None
         self._complained = ""
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -197,7 +197,6 @@ class Observer:
                 status.step, status.version = news.resumed_at, news.resumed_version
             self._take_in_actors(news, now)
             rows = list(self._rows(news))
-            self._trained.update(now, self._trained_tokens)
             if known.status is not None:
                 status.ledger_gap = max(status.ledger_gap, abs(known.status.ledger["gap"]))
             return rows
@@ -238,13 +237,14 @@ class Observer:
     # --- a poll -----------------------------------------------------------------------------------
 
     def _take_in_actors(self, news: PollResult, now: float) -> None:
+        since_s = 0.0 if self._polled_s is None else now - self._polled_s
         if news.working is not None:
             self._reports = {name: report for name, report in self._reports.items() if name in news.working}
         for report in news.actors:
             self._reports[report.name] = report
             self._overlap.add_busy(report.name, report.busy_intervals)
             self._pauses_s += [update.pause_s for update in report.updates]
-            self._policy_waits_s += (now - self._polled_s) * report.waiting.startswith(POLICY)
+            self._policy_waits_s += since_s * report.waiting.startswith(POLICY)
         self._polled_s = now
         self.actor_totals.update(now, news.actors, self._reports)
 
@@ -261,6 +261,9 @@ class Observer:
             if row.get("mismatch/lag0_abs") is not None:
                 self.status.mismatch_lag0_abs = row["mismatch/lag0_abs"]
             self._lag0 |= {name: mean for name, (mean, num_tokens) in lag0_by_actor.items() if num_tokens}
+            # by the learner's clock, at the ends of steps: of a step that is longer than the window nothing is left out
+            self._trained.begin(row["started_s"] - (row.get("time/wait_for_batch") or 0.0))
+            self._trained.update(row["finished_s"], self._trained_tokens)
             row["perf/trained_tokens_per_s"] = self._trained.value()
             row["perf/generated_tokens_per_s"] = self.actor_totals.tokens_per_s()
             row["overlap/frac"] = overlap_frac
@@ -332,7 +335,7 @@ class Observer:
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
         status.learner = LearnerStatus(
-            tokens_per_s=self._trained.value(),
+            tokens_per_s=self._trained.value(self._wall()),
             busy_frac=(step_s + (ahead_s or 0.0)) / (step_s + (wait_s or 0.0)) if step_s else None,
             step_s=step_s,
             waits_for=known.learner_waits_for,

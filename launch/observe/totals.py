@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -90,12 +91,17 @@ class Rate:
         while len(self._points) > 2 and self._points[1][0] < now_s - self._window_s:
             self._points.pop(0)
 
-    def value(self) -> float:
-        """Per second; 0 before two points are known."""
+    def begin(self, now_s: float) -> None:
+        """Count from 0 at `now_s`, where nothing was told before."""
+        if not self._points:
+            self._points.append((now_s, 0.0))
+
+    def value(self, now_s: float = -inf) -> float:
+        """Per second, as of `now_s` where that is later than what was told last; 0 before two points are known."""
         if len(self._points) < 2:
             return 0.0
         (t0, n0), (t1, n1) = self._points[0], self._points[-1]
-        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+        return (n1 - n0) / (max(t1, now_s) - t0) if t1 > t0 else 0.0
 
 
 class Fresh:

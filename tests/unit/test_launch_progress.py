@@ -158,6 +158,33 @@ def test_a_rate_needs_two_points():
     assert rate.value() == 0.0
     rate.update(2.0, 10.0)
     assert rate.value() == 5.0
+    assert rate.value(4.0) == 2.5, "nothing came since"
+
+
+@pytest.mark.parametrize("step_s", [2.0, 30.0])
+def test_tokens_per_second_are_those_of_the_last_steps_however_long_a_step_is(config, tmp_path, step_s):
+    now = [1000.0]
+    plan = SimpleNamespace(config=config, folder=RunFolder(tmp_path), run_id="x")
+    observer = Observer(plan, wall=lambda: now[0], clock=lambda: now[0])
+    for step in range(1, 12):
+        times = {"started_s": now[0] + step_s / 4, "finished_s": now[0] + step_s, "time/wait_for_batch": step_s / 4}
+        now[0] += step_s
+        (row,) = observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) | times]))
+        assert row["perf/trained_tokens_per_s"] == pytest.approx(100 / step_s), step
+    assert observer.polled().learner.tokens_per_s == pytest.approx(100 / step_s)
+    now[0] += 100 * step_s
+    assert observer.polled().learner.tokens_per_s < 10 / step_s, "the learner stands still"
+
+
+def test_what_a_run_waited_before_the_command_began_is_no_wait_of_its_actors(config, tmp_path):
+    now = [50_000.0]
+    plan = SimpleNamespace(config=config, folder=RunFolder(tmp_path), run_id="x")
+    observer = Observer(plan, started_s=now[0] - 36_000.0, clock=lambda: now[0])
+    waiting = dataclasses.replace(report("actor-0", 0, []), waiting="waiting for policy 2.7")
+    observer.take_in(PollResult(actors=[waiting]))
+    now[0] += 0.5
+    (row,) = observer.take_in(PollResult(actors=[waiting], steps=[step_row(1, 1, 0.0)]))
+    assert row["time/wait_for_policy"] == pytest.approx(0.5)
 
 
 class RecordedRun:
