@@ -101,7 +101,8 @@ def _install(extra: str) -> None:
 
 def _is_whole() -> bool:
     """Is there an environment, made for this folder and with pip? Its programs name the folder that they were made in,
-    and `venv` leaves a Python without pip behind where it fails."""
+    and `venv` leaves a Python without pip behind where it fails.
+    """
     made_as = VENV / "pyvenv.cfg"
     settings = dict(line.split(" = ", 1) for line in made_as.read_text().splitlines()) if made_as.is_file() else {}
     is_moved = not settings.get("command", str(VENV)).endswith(str(VENV))  # other makers of environments do not say

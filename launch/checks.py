@@ -184,6 +184,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     Raises:
         ConfigError: one sentence that names the key, the reason and what to try.
     """
+    _check_folder()
     if resumed is None:
         if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
             raise ConfigError(already_there(root))
@@ -222,6 +223,20 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     )
     _check_shares(plan)
     return plan
+
+
+def _check_folder() -> None:
+    """Ray has every worker look for modules in the folder that the command was started in first, and ours are there."""
+    ours, here = Path(__file__).resolve().parents[1], Path.cwd()
+    if here == ours:
+        return
+    for package in ("actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync"):
+        for other in (here / f"{package}.py", here / package / "__init__.py"):
+            if other.exists():
+                raise ConfigError(
+                    f"{other} would be imported by the run's processes in place of Leeway's own {package}, which is in "
+                    f"{ours}: start the command in another folder"
+                )
 
 
 def _check_shares(plan: Plan) -> None:
@@ -431,6 +446,11 @@ def _check_ray(config: Config) -> None:
         raise ConfigError(
             "launch.ray_address = 'local' would start a Ray whose host is in no pool: leave the key out, and Ray "
             "starts itself here as a host of every pool"
+        )
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(
+            f"launch.ray_address = '{address}' is Ray's client, through which no run can be placed: give the address "
+            "of the head's control store, HOST:6379"
         )
     if address not in (None, "auto") and not answers(address):
         raise ConfigError(

@@ -276,10 +276,8 @@ def profile(parsed: argparse.Namespace) -> int:
     Any key can be overridden, as with train. Runs that there are already say the same: --from RUN.
     """
     with uncollected():
-        from launch.checks import check
-        from launch.config import load_config
         from launch.profiling import profile_of, take
-        from launch.run_folder import choose_root, open_run
+        from launch.run_folder import open_run
         from launch.text import progress_line
 
         if (parsed.config is None) == (not parsed.runs):
@@ -289,8 +287,6 @@ def profile(parsed: argparse.Namespace) -> int:
                 raise ConfigError(f"{parsed.overrides[0]} changes nothing of runs that there are: leave it out")
             found = profile_of([open_run(each) for each in parsed.runs])
         else:
-            config = load_config(parsed.config, parsed.overrides)
-            check(config, choose_root(config, parsed.config))  # a mistake is told before anything is started
             try:
                 with progress_line() as progress:
                     found = take(parsed.config, parsed.overrides, lambda text: progress(text, None))

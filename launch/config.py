@@ -336,7 +336,7 @@ def _literal(value: Any) -> str:  # noqa: ANN401 -- any TOML value
         return "[" + ", ".join(_literal(entry) for entry in value) + "]"
     if isinstance(value, dict):
         entries = {key: entry for key, entry in value.items() if entry is not None}
-        return "{" + ", ".join(f"{json.dumps(key)} = {_literal(entry)}" for key, entry in entries.items()) + "}"
+        return "{" + ", ".join(f"{_literal(key)} = {_literal(entry)}" for key, entry in entries.items()) + "}"
     if isinstance(value, str):
         # JSON's escapes are TOML's too, which wants one more character escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -384,10 +384,10 @@ def _value(key: str, text: str) -> Any:  # noqa: ANN401 -- any TOML value
 
 
 def _is_text(key: str) -> bool:
-    section, _, name = key.partition(".")
+    section, name, *entry = key.split(".")[:3] if "." in key else (key, "")
     kind = Config.model_fields[section].annotation if section in Config.model_fields else None
     field = getattr(kind, "model_fields", {}).get(name)
-    return field is not None and field.annotation in (str, str | None)
+    return field is not None and field.annotation in ([dict[str, str]] if entry else [str, str | None])
 
 
 def _check_values(value: object, where: str) -> None:

@@ -124,8 +124,8 @@ def _is_quiet(session: Path) -> bool:
 
 
 def answers(address: str, limit_s: float = CONNECT_S) -> bool:
-    """Does somebody listen at HOST:PORT, or ray://HOST:PORT, who takes a connection in this time?"""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    """Does somebody listen at HOST:PORT who takes a connection in this time?"""
+    host, _, port = address.rpartition(":")
     try:
         with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)):
             return True

@@ -77,6 +77,8 @@ def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file with a line per host") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text; give a file with a line per host") from None
     hosts = []
     for line in lines:
         words = line.partition("#")[0].split()
@@ -192,7 +194,7 @@ def read_plan(path: Path) -> tuple[list[str], Prediction]:
         prediction = msgspec.convert(told, Prediction)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; `leeway plan CONFIG.toml` writes one") from None
-    except (tomllib.TOMLDecodeError, KeyError, msgspec.ValidationError, AttributeError) as error:
+    except (ValueError, KeyError, msgspec.ValidationError, AttributeError) as error:  # no UTF-8, or no TOML
         raise ConfigError(f"{path} is no plan: {error}; `leeway plan CONFIG.toml` writes one") from None
     return as_overrides(dict(_flat(tree))), prediction
 

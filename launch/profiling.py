@@ -33,6 +33,7 @@ from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection, Selection, joined
 from common.costs import Moments
 from common.hf_folder import model_identity
+from launch.checks import check
 from launch.config import Config, load_config
 from launch.errors import ConfigError
 from launch.gpus import gpus_here
@@ -336,6 +337,7 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
     """
     config = load_config(config_path, overrides)
     with tempfile.TemporaryDirectory(prefix="leeway-profile-") as place:
+        _check(load_config(config_path, [*overrides, *_as_it_is()]), Path(place) / "none")
         runs = []
         for number, variant in enumerate((_as_it_is(), _told_apart(config)), 1):
             name = f"profile-{number}"
@@ -346,6 +348,14 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
                 _run(config_path, [*arguments, *more], folder, log, partial(_say_of, say, number))
             runs.append(_Run(folder))
         return _profile_of(runs)
+
+
+def _check(config: Config, root: Path) -> None:
+    """Find what is wrong before anything is started, but for the places of the config's own runs."""
+    sync = config.weight_sync.model_copy(update={"folder": None})
+    plan = check(config.model_copy(update={"weight_sync": sync}), root)
+    if plan.lacking:
+        raise ConfigError(plan.lacking)
 
 
 @contextlib.contextmanager
@@ -395,7 +405,7 @@ _CHILD = (
 
 def _run(config: Path, arguments: Sequence[str], folder: RunFolder, log: Path, say: Say) -> None:
     """Train until there is enough to see, and end that in order."""
-    command = [sys.executable, "-c", _CHILD, "train", str(config), *arguments]
+    command = [sys.executable, "-P", "-c", _CHILD, "train", str(config), *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:

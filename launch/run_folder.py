@@ -122,13 +122,17 @@ class RunFolder:
         Raises:
             OSError: the disk is full, say.
         """
+        self.make_parts(config)
+        from launch.config import to_toml  # with all sections, and torch: who only looks at a run need not wait for it
+
+        write_durably(self.config, to_toml(config).encode())
+
+    def make_parts(self, config: Config) -> None:
+        """Make the folders that are missing; errors as `update`."""
         for folder in (self.buffer, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         if config.weight_sync.folder is None:
             self.weights.mkdir(exist_ok=True)
-        from launch.config import to_toml  # with all sections, and torch: who only looks at a run need not wait for it
-
-        write_durably(self.config, to_toml(config).encode())
 
     def read_identity(self) -> RunIdentity:
         """What `run.json` says.

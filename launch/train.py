@@ -138,16 +138,18 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
             if plan.recorded is not None:
                 fill_buffer(config, context.facts, folder, plan.recorded)
         else:
-            folder.update(config)
+            folder.make_parts(config)
         starts = (*(earlier.identity.started_s if earlier else ()), round(time.time(), 3))
         fingerprint = plan.task.fingerprint
         identity = RunIdentity(
             run_id=plan.run_id, task_fingerprint=fingerprint, started_s=starts, recorded=plan.recorded
         )
-        folder.write_identity(identity)
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
         # each actor looks for it on its own host, and finds it made where that is this one
         prepare_serving_model(model_path, folder.serving_models)
+        if earlier is not None:
+            folder.update(config)  # not before: a run that is not gone on with stays as it was
+        folder.write_identity(identity)
         half_made.pop_all()
     return plan, context, exporter, tracker
 

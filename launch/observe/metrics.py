@@ -166,7 +166,7 @@ METRICS: dict[str, str] = {
     "time/publish": "Seconds of copying weights for publication, between the updates of a step and after them.",
     "time/weight_pause": "Seconds that a weight update paused generation, mean over those since the last row.",
     "perf/learner_tokens_per_s": "batch/tokens over time/step.",
-    "perf/trained_tokens_per_s": "Completion tokens trained per second of wall time, over the last ten seconds, and at least the last step.",
+    "perf/trained_tokens_per_s": "Completion tokens trained per second of wall time, over ten seconds or a step.",
     "perf/generated_tokens_per_s": "Completion tokens generated per second of wall time by all actors.",
     "time/wait_for_policy": "Seconds that an actor waited for weights since the last row, mean over the actors, as far "
     "as the polls of the run see it.",

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,7 +40,9 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
     Raises:
         RunFailed: it does not start, or no cluster answers there.
     """
+    global _session, _sessions_before
     address = config.launch.ray_address
+    _session, _sessions_before = None, frozenset(_sessions())
     # where no other host is to reach them, Ray's own servers listen on loopback alone, and not on every interface
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = address is not None
     try:
@@ -58,7 +60,10 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = "" if address else ". Where the machine is busy, start the run again once it is less so"
         raise RunFailed(f"{where}: {why}{hint}") from error
-    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    node = ray._private.worker._global_node
+    if address is None:
+        _session = Path(node.get_session_dir_path())
+    logs = Path(node.get_logs_dir_path())
     return RayWatch(ray.get_runtime_context().gcs_address, logs)
 
 
@@ -126,8 +131,18 @@ def end_ray() -> None:
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    for session in sessions_folder().glob(f"session_*_{os.getpid()}"):
+    for session in set(_sessions()) - _sessions_before if _session is None else {_session}:
         shutil.rmtree(session, ignore_errors=True)
+
+
+_session: Path | None = None
+"""Of the Ray that was started here; None where its start was cut off, or it is a cluster's."""
+_sessions_before: frozenset[Path] = frozenset()
+"""Those of processes with our number in other containers, which may share the folder."""
+
+
+def _sessions() -> Iterable[Path]:
+    return sessions_folder().glob(f"session_*_{os.getpid()}")
 
 
 _abandoned = False

@@ -18,7 +18,7 @@ LIMIT_S = 60.0
 
 def report_at_end(folder: RunFolder, event: Callable[[str, str], None], say: Callable[[str], None]) -> None:
     """Write the page of a run that is over, and say where it is; why there is none is an event too. Never raises."""
-    command = [sys.executable, "-m", "launch.cli", "report", str(folder.root), "--out", str(folder.report)]
+    command = [sys.executable, "-P", "-m", "launch.cli", "report", str(folder.root), "--out", str(folder.report)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]

@@ -131,6 +131,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
             "is also a port of the buffer",
         ),
         (["--launch.ray_address", "local"], "leave the key out, and Ray starts itself here"),
+        (["--launch.ray_address", "ray://10.0.0.1:10001"], "is Ray's client, through which no run can be placed"),
         (["--weight_sync.folder", "/proc/weights"], "/proc cannot be written ("),
         (["--weight_sync.folder", "/etc/hostname/weights"], "/etc/hostname is a file; choose a folder"),
         (["--weight_sync.staging_dir", "/etc/hostname"], "weight_sync.staging_dir = '/etc/hostname': "),
@@ -293,6 +294,17 @@ def test_a_chat_template_whose_answers_end_where_generation_does_not_is_told_of(
     assert "in order" in said
     fetched = check_fetched(replace(check(load_config(DEMO, asked), tmp_path / "run"), model=None), model)
     assert ("name 16 too in eos_token_id" in fetched.endless_turns) == (end == "<end>")
+
+
+@pytest.mark.parametrize("name", ["launch.py", "common/__init__.py"])
+def test_a_folder_whose_modules_would_take_the_place_of_ours_is_refused(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "common").mkdir()  # which alone is in nobody's way
+    assert main(["train", str(DEMO), "--dry-run"]) == OK
+    (tmp_path / name).touch()
+    status, error = run(capsys, DEMO)
+    assert (status, f"{tmp_path / name} would be imported" in error) == (WRONG_INPUT, True), error
+    assert f"in {ROOT}: start the command in another folder" in error
 
 
 def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):

@@ -62,10 +62,15 @@ def test_a_name_that_looks_like_a_number_or_a_date_is_as_it_was_typed(minimal, t
     assert (config.run.name, config.tracking.project, config.learner.warmup_steps) == (text, text, 10)
 
 
+@pytest.mark.parametrize("text", ["0x10", "1e3", "3e-4", "1_000", "true", "2026-11-26", "on"])
+def test_a_variable_of_the_environment_is_as_it_was_typed(minimal, text):
+    assert load_config(minimal, ["--launch.env.NAME", text]).launch.env == {"NAME": text}
+    assert load_config(minimal, ["--launch.env", f'{{NAME = "{text}"}}']).launch.env == {"NAME": text}
+
+
 def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
-    config = load_config(
-        minimal, ["--task.params", "{min_terms = 2, deep = {a = [1, 2]}}", "--run.name", 'a "b" \\ c \x7f']
-    )
+    params = "{min_terms = 2, deep = {a = [1, 2]}, '\N{GRINNING FACE}' = 1}"
+    config = load_config(minimal, ["--task.params", params, "--run.name", 'a "b" \\ c \x7f'])
     again = tmp_path / "again.toml"
     again.write_text(to_toml(config))
     assert tomllib.loads(again.read_text())

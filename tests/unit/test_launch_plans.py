@@ -252,6 +252,10 @@ def test_bad_input_is_a_sentence_each_and_exit_status_2(tmp_path, capsys):
     assert "the price of learner is missing" in refused(capsys, "--profile", path, "--price", "actors=2")
     assert "there is no such pool" in refused(capsys, "--profile", path, "--price", "actors=2", "learner=1", "x=1")
     assert "write POOL=PER_HOUR" in refused(capsys, "--profile", path, "--price", "actors:2")
+    (tmp_path / "hosts.txt").write_bytes(b"\xff\xfe")
+    assert "is not UTF-8" in refused(capsys, "--profile", path, "--hosts", tmp_path / "hosts.txt")
+    assert main(["train", str(DEMO), "--plan", str(tmp_path / "hosts.txt"), "--dry-run"]) == 2
+    assert "is no plan: 'utf-8' codec" in capsys.readouterr().err
     other.write_text("{}")
     assert "is no profile" in refused(capsys, "--profile", other)
     assert "of a learner with trajectory_balance in float32" in refused(

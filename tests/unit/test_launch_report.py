@@ -465,7 +465,9 @@ def test_figures_are_short(value, text):
 
 
 @pytest.mark.process
-def test_at_the_end_of_a_run_the_page_is_written_by_a_process_of_its_own(tmp_path):
+def test_at_the_end_of_a_run_the_page_is_written_by_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "launch.py").write_text("raise SystemExit('this is not Leeway')")
     run = make_run(tmp_path / "sums")
     said, events = [], []
     at_end.report_at_end(run, lambda *event: events.append(event), said.append)

@@ -59,6 +59,23 @@ def test_a_folder_of_a_run_that_is_gone_on_with_stays_whatever_fails(tmp_path, m
     assert made.folder.config.is_file()
 
 
+def test_a_run_that_is_not_gone_on_with_stays_as_it_was(tmp_path, monkeypatch, capsys):
+    def refuses(*_):
+        raise ConfigError("W&B does not answer")
+
+    made = plan(tmp_path / "run")
+    made.folder.create(made.config)
+    identity = earlier(made).identity
+    made.folder.write_identity(identity)
+    written = made.folder.config.read_bytes()
+    monkeypatch.setattr("launch.train.Tracker", refuses)
+    learner = made.config.learner.model_copy(update={"num_steps": 999})
+    longer = replace(made, config=made.config.model_copy(update={"learner": learner}))
+    assert train(longer, earlier(made)) == ExitStatus.WRONG_INPUT
+    assert "W&B does not answer" in capsys.readouterr().err
+    assert (made.folder.config.read_bytes(), made.folder.read_identity()) == (written, identity)
+
+
 def test_an_exported_model_stays_until_the_run_that_is_gone_on_with_exports_its_own(tmp_path):
     made = plan(tmp_path / "run")
     made.folder.create(made.config)
