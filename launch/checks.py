@@ -19,7 +19,7 @@ from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError, as_config_error
-from launch.gpus import check_gpus, describe_gpus, lacking_gpus
+from launch.gpus import check_gpus, describe_gpus, lacking_gpus, without_gpu
 from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login
 from launch.model_folder import check_frozen, check_model, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
@@ -322,7 +322,7 @@ def _lacking_here(config: Config) -> str:
                 f"this machine has {there}: lower {key} or the number of workers, or join a cluster with "
                 "launch.ray_address; leeway doctor says what is seen here"
             )
-        if kind == "GPU" and asking and (lacks := lacking_gpus(config)):
+        if kind == "GPU" and asking and (lacks := without_gpu(config, there) or lacking_gpus(config)):
             return lacks
     return ""
 

@@ -27,6 +27,7 @@ end_s=${LEEWAY_END_S:-180} # a run has launch.shutdown_timeout_s for its step, t
 
 hosts=() pools=() addresses=() # by line of the host file
 codes=() answers=() errors=()  # of each host's last command: exit status, what it wrote, the last line of its errors
+asked_s=()                     # when it was asked, by our clock
 raylets=()                     # of each host: the process of our raylet, where one runs
 nodes=                         # what the head says of its hosts: ADDRESS up|lost CPUS GPUS POOLS
 
@@ -168,7 +169,11 @@ each_host() {
   read -ra words <<<"$1"
   shift
   for i in "$@"; do
-    on_host "$i" "${words[@]}" <"${stdin:-/dev/null}" >"$work/$i.out" 2>"$work/$i.err" &
+    asked_s[i]=$(date +%s)
+    {
+      on_host "$i" "${words[@]}" <"${stdin:-/dev/null}" >"$work/$i.out" 2>"$work/$i.err" || exit $?
+      date +%s >"$work/$i.at"
+    } &
     children[i]=$!
   done
   for i in "$@"; do
@@ -245,9 +250,12 @@ check_neighbours() {
   done < <(fact "$1" other)
 }
 
+# It was asked for its time between two moments of our clock; of other hosts the answers may have come much later.
 check_clock() {
-  local apart
-  apart=$(($(fact "$1" time) - $(date +%s)))
+  local apart=0 there
+  there=$(fact "$1" time)
+  [ "$there" -ge "${asked_s[$1]}" ] || apart=$((there - asked_s[$1]))
+  [ "$there" -le "$(cat "$work/$1.at")" ] || apart=$((there - $(cat "$work/$1.at")))
   [ "${apart#-}" -le "$max_clocks_apart_s" ] ||
     problem "$1" "warning: its clock is ${apart#-} s $([ "$apart" -lt 0 ] && echo behind || echo ahead); let NTP set it"
 }

@@ -210,6 +210,24 @@ def too_full(neighbours: Neighbours) -> str:
 # --- what this machine has ---------------------------------------------------------------------------
 
 
+def without_gpu(config: Config, num_gpus: int) -> str:
+    """Which worker has no place on so many GPUs, of which one must have room for all of its part; '' where all have."""
+    pools = [*stage_pools(config), *actor_pools(config)]
+    parts = [(pool.bundle.get("GPU", 0.0), pool.name) for pool in pools for _ in range(pool.count)]
+    free = [_UNITS] * (num_gpus - int(sum(part for part, _ in parts if part >= 1)))
+    for part, name in sorted(((part, name) for part, name in parts if 0 < part < 1), reverse=True):
+        units = max(1, round(part * _UNITS))
+        place = next((number for number, left in enumerate(free) if left >= units), None)
+        if place is None:
+            each = "; ".join(pool.describe() for pool in pools if pool.bundle.get("GPU"))
+            return (
+                f"a worker of pool '{name}' asks for {part:g} of a GPU, and beside the others ({each}) none of this "
+                f"machine's {num_gpus} has as much left: lower gpus, or the number of workers"
+            )
+        free[place] -= units
+    return ""
+
+
 def lacking_gpus(config: Config) -> str:
     """What the workers need of this machine's GPUs beside their number, and do not find; '' where nothing."""
     import torch

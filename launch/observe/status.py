@@ -384,7 +384,8 @@ def look(folder: RunFolder) -> StatusView:
             raise
         raise StatusError(f"the run {folder.root} has only just begun; look again in a few seconds") from error
     now_s, owner = time.time(), owner_of(folder)
-    if owner is not None and owner != status.pid:
+    # in a container that was started again, a command has the number of the one before
+    if owner is not None and (owner != status.pid or folder.claim.stat().st_mtime > status.written_s):
         who = f"a command (process {owner})" if owner else "a command"
         return StatusView(status, now_s, resuming=f"{who} is just going on with it")
     return StatusView(status, now_s, gone=_why_gone(folder, status, now_s, owner))

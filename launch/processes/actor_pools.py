@@ -36,6 +36,8 @@ from launch.processes.role_process import (
 
 MAX_SIGTERMS = 10
 """So many in a row an actor is started again after: whoever sends more means it."""
+MOST_OF_NOTHING = 1024
+"""Actors that have a place where each reserves nothing."""
 CALM_S = 600.0
 """After so much work between two of them they count anew."""
 
@@ -273,8 +275,9 @@ class ActorPools:
         """How many more actors of a pool have a place now: what is free of each host, and memory of shared GPUs."""
         bundle, here = self.pools[name].bundle, len(self.staying(name))
         hosts = ray._private.state.available_resources_per_node().values()
-        places = (min((host.get(kind, 0.0) / bundle[kind] for kind in bundle), default=0.0) for host in hosts)
-        free = sum(int(each + 1e-6) for each in places)  # 0.3 / 0.1 is a little less than 3
+        places = (min(host.get(kind, 0.0) / bundle[kind] for kind in bundle) for host in hosts) if bundle else ()
+        # of what reserves nothing any number has a place; and 0.3 / 0.1 is a little less than 3
+        free = sum(int(each + 1e-6) for each in places) if bundle else MOST_OF_NOTHING
         return bisect(range(here + 1, here + free + 1), "", key=lambda count: self._too_full(name, count))
 
     def _too_full(self, name: str, count: int) -> str:

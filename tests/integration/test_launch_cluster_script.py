@@ -24,7 +24,8 @@ echo "$options" >options
 read -ra words <<<"${2#*cluster_host.sh }"
 [ ! -e "$1.gone" ] || { echo "No route to host" >&2 && exit 255; }
 echo "$1 ${words[*]}" >>calls
-[ "${words[0]}" != facts ] || echo "time $(date +%s)"
+[ ! -e "$1.late" ] || sleep 6
+[ "${words[0]}" != facts ] || echo "time $(($(date +%s) + $(cat "$1.clock" 2>/dev/null || echo 0)))"
 [ ! -e "$1.${words[0]}" ] || cat "$1.${words[0]}"
 """
 
@@ -147,6 +148,14 @@ def test_a_connection_over_which_nothing_comes_is_given_up(told):
     assert told.call("up", told.file) == (0, "")
     options = (told.folder / "options").read_text().split()
     assert {"BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=8"} <= set(options)
+
+
+def test_a_clock_is_compared_with_ours_at_the_time_of_its_answer_however_late_others_are(told):
+    (told.folder / f"{FAST}.late").touch()
+    assert "clock" not in told.call("up", told.file)[1]
+    (told.folder / f"{FAST}.late").unlink()
+    told.answer(EXACT, "clock", "-100")
+    assert "its clock is 100 s behind" in told.call("up", told.file)[1]
 
 
 def test_a_machine_that_lacks_what_the_script_needs_says_so_in_one_sentence(tmp_path):

@@ -11,7 +11,18 @@ from launch import gpus as gpus_module
 from launch.checks import check
 from launch.config import ModelConfig, load_config
 from launch.errors import ConfigError
-from launch.gpus import Gpu, check_gpus, describe_gpus, gpu_processes, gpus_here, shared, stage_need, too_small, unfit
+from launch.gpus import (
+    Gpu,
+    check_gpus,
+    describe_gpus,
+    gpu_processes,
+    gpus_here,
+    shared,
+    stage_need,
+    too_small,
+    unfit,
+    without_gpu,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "demo.toml"
@@ -19,6 +30,7 @@ GIB = 2**30
 H100 = "0, GPU-aa, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0"
 T4 = "1, GPU-bb, Tesla T4, 580.65.06, 15360, 3, 7.5"
 ONE_GPU = ("--actors.num_actors", "1", "--actors.gpus", "0.5", "--learner.num_stages", "1", "--learner.gpus", "0.5")
+ONE_STAGE = ("--learner.num_stages", "1")
 SHARES = ("--actors.gpu_memory_share", "0.4", "--learner.gpu_memory_share", "0.5")
 
 
@@ -157,6 +169,22 @@ def test_a_dry_run_names_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path, driv
     assert "cannot use the GPUs that the driver shows: the CUDA 13 wheels need a driver of 580" in lacking
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert check(demo("--learner.gpus", "1"), tmp_path / "run").lacking == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus", "lacks"),
+    [
+        (["--actors.gpus", "0.6", "--actors.num_actors", "3"], 2, "asks for 0.6 of a GPU"),
+        (["--actors.gpus", "0.6", "--actors.num_actors", "3"], 3, ""),
+        (["--actors.gpus", "0.5", "--actors.num_actors", "4"], 2, ""),
+        (["--actors.gpus", "0.3", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "1"], 2, ""),
+        (["--actors.gpus", "0.4", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "0.6"], 2, ""),
+        (["--actors.gpus", "0.4", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "0.7"], 2, "asks for 0.4"),
+    ],
+)
+def test_a_part_of_a_gpu_has_a_place_only_where_one_gpu_has_all_of_it(overrides, num_gpus, lacks):
+    said = without_gpu(demo(*overrides), num_gpus)
+    assert (bool(said), lacks in said) == (bool(lacks), True), said
 
 
 # --- what training takes --------------------------------------------------------------------------

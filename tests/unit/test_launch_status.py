@@ -42,8 +42,9 @@ def said(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_run_that_lives_says_how_it_does_and_the_newest_is_meant(run, capsys):
-    folder, _ = run
+    folder, observer = run
     with claimed(folder):
+        observer.polled()
         result, out, _ = said(capsys)
     assert result == 0
     assert f"training, for 0:00:00; process {os.getpid()}" in out
@@ -109,13 +110,26 @@ def test_it_says_which_share_of_the_samples_failed_and_why(run, capsys, reasons)
 
 
 def test_as_json_it_is_the_file_and_whether_the_command_is_gone(run, capsys):
-    folder, _ = run
+    folder, observer = run
     with claimed(folder):
+        observer.polled()
         result, out, _ = said(capsys, "mine", "--json")
     document = json.loads(out)
     assert result == 0
     assert (document.pop("gone"), document.pop("resuming")) == ("", "")
     assert document == json.loads(folder.status.read_text())
+
+
+def test_a_command_with_the_number_of_the_one_before_it_is_seen_to_resume_the_run(run, capsys):
+    folder, observer = run
+    observer.end("it failed", 1)
+    written_s = json.loads(folder.status.read_text())["written_s"]
+    with claimed(folder):  # by this process, which wrote the status too
+        os.utime(folder.claim, (written_s - 1, written_s - 1))
+        assert said(capsys, "mine")[0] == 1
+        os.utime(folder.claim, (written_s + 1, written_s + 1))
+        result, out, _ = said(capsys, "mine")
+    assert (result, f"a command (process {os.getpid()}) is just going on with it" in out) == (0, True), out
 
 
 def test_what_is_no_run_is_wrong_input(run, capsys, tmp_path, monkeypatch):

@@ -287,6 +287,8 @@ def test_room_is_counted_from_the_actors_that_are_there_and_thirds_of_a_host_are
     state = SimpleNamespace(available_resources_per_node=lambda: {"a": {"CPU": 0.3}})
     monkeypatch.setattr(ray._private, "state", state)
     assert pools.room("actors") == 3
+    pools.pools = {"actors": replace(pools.pools["actors"], bundle={})}
+    assert pools.room("actors") > 100, "who reserves nothing has a place anywhere"
 
 
 @pytest.mark.parametrize(
