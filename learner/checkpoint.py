@@ -144,7 +144,8 @@ class Checkpoints:
 
     def _write(self, tensors: dict[str, Tensor], progress: TrainingProgress) -> None:
         final, temporary = self._path(progress.step), self._temporary(progress.step)
-        writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
+        # ours lie on the host: where there is a GPU, the loader that copies ahead waits for its stream at each of them
+        writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
         own_file = temporary / _file_of(self._place.rank)
         ranks = self._ranks
         try:

@@ -3,7 +3,8 @@
 Each rank follows its part of an order (`learner.orders`), and sends and receives along the way. Between two neighbours
 the states of a network on their way out, and the gradients on their way back, have a process group of their own. Within
 it both sides count micro-batches alike, so messages meet in any order of the networks, and none waits behind another:
-NCCL takes what a rank asks of one group in the order in which it was asked.
+NCCL takes what a rank asks of one group in the order in which it was asked. At the first message between two ranks NCCL
+connects them, and neither call returns before the other was made; so every group is connected when it was made.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ _Groups = Mapping[int, dist.ProcessGroup]
 class FusedPasses:
     """Runs packed batches through this rank's stage of both networks. All ranks of a replica call alike."""
 
-    def __init__(self, mesh: Mesh, work: tuple[Work, Work], most_held: int, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        work: tuple[Work, Work],
+        most_held: int,
+        timeout: timedelta | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Make the process groups; all ranks of the mesh call it together, before they load: that takes longer.
 
         Args:
@@ -36,6 +44,7 @@ class FusedPasses:
             work: of a training pass, of both.
             most_held: micro-batches whose activations a rank keeps at once, of both.
             timeout: of a message.
+            device: where the modules compute.
         """
         self.modules: tuple[StageModule, ...] = ()
         """This rank's stage of the policy; and of the critic, counted from the other end. Set before the first pass."""
@@ -49,6 +58,18 @@ class FusedPasses:
             (_groups_of(firsts, timeout), _groups_of(firsts, timeout)) for _ in range(NUM_NETWORKS)
         ]
         """Of each network: for states on their way out, and for gradients on their way back."""
+        for network, groups_of_network in enumerate(self._groups):
+            for goes_back, groups in enumerate(groups_of_network):
+                # the policy's states go to higher ranks, as the critic's gradients do
+                self._connect(groups, device, upwards=network == goes_back)
+
+    def _connect(self, groups: _Groups, device: torch.device | None, *, upwards: bool) -> None:
+        """A message through each group, in an order in which no two ranks wait for each other in a circle."""
+        rank, nothing = self._mesh.place.rank, torch.zeros(1, device=device)
+        for first, group in groups.items():
+            if rank in (first, first + 1):
+                exchange = dist.send if (rank == first) == upwards else dist.recv
+                exchange(nothing, 2 * first + 1 - rank, group)
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]:

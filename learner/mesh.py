@@ -136,10 +136,19 @@ _WOULD_COME_AGAIN = (
 """In what NCCL says of ranks that it cannot serve as they are placed, and CUDA of a bug, also if NCCL passes it on."""
 
 
-def join_group(rendezvous: str, device: torch.device, *, rank: int, num_ranks: int, timeout: timedelta) -> None:
+def join_group(
+    rendezvous: str,
+    device: torch.device,
+    *,
+    rank: int,
+    num_ranks: int,
+    timeout: timedelta,
+    meets_within: timedelta | None = None,
+) -> None:
     """Join the process group at tcp://HOST:PORT, an address of the machine of rank 0; all ranks do so at the same time.
 
-    Tensors on `device` are exchanged by NCCL, all others by gloo. The timeout is that of every collective too.
+    Tensors on `device` are exchanged by NCCL, all others by gloo. The timeout is that of every collective; until all
+    have come it may take longer, for one process starts later than another.
 
     Raises:
         dist.DistStoreError: not all came in time.
@@ -155,8 +164,9 @@ def join_group(rendezvous: str, device: torch.device, *, rank: int, num_ranks: i
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     listening = _listen(place.hostname, place.port) if rank == 0 else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.hostname, place.port, num_ranks, rank == 0, timeout, master_listen_fd=listening
+        place.hostname, place.port, num_ranks, rank == 0, meets_within or timeout, master_listen_fd=listening
     )
+    store.set_timeout(timeout)
     on_gpu = device.type != "cpu"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -339,7 +339,7 @@ def load_networks(
         share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
         backward = 2.0 + config.activation_checkpointing
         work = Work(1.0, backward), Work(share, share * backward)
-        fused = FusedPasses(mesh, work, config.most_held, timedelta(seconds=config.collective_timeout_s))
+        fused = FusedPasses(mesh, work, config.most_held, timedelta(seconds=config.collective_timeout_s), device)
     policy = load("token_and_value" if critic == "head" else "token")
     values = load("value", backwards=is_fused) if critic == "model" else None
     if fused is not None and values is not None:

@@ -158,6 +158,7 @@ class Stage:
             device,
             rank=place.rank,
             num_ranks=place.num_ranks,
+            meets_within=timedelta(seconds=max(1.0, deadline - time.monotonic())),
             timeout=timedelta(seconds=config.collective_timeout_s),
         )
         mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from weight_sync.manifest import DeltaEntry, Encoding, FileEntry, Part, TensorEn
 from weight_sync.store import Buffers
 from weight_sync.tensor_file import ITEM_BYTES, header_of
 from weight_sync.tensors import DTYPES, host_bytes, pinned_memory
+
+_log = logging.getLogger(__name__)
 
 DELTA_BELOW = 0.8
 """A delta that is not smaller than this share of the tensors is not kept."""
@@ -39,19 +42,26 @@ class HostCopy:
     A dtype is one buffer, in which the tensors lie back to back, by name: the data of a safetensors file.
     """
 
-    def __init__(self, places: Sequence[TensorSlot], dtypes: Sequence[str], gpu: torch.device | None) -> None:
+    def __init__(
+        self,
+        places: Sequence[TensorSlot],
+        dtypes: Sequence[str],
+        gpu: torch.device | None,
+        *,
+        is_needed: bool = True,
+    ) -> None:
         """Make room, and touch it: the first touch of memory takes longer than to fill it later.
 
-        `places` have no gaps. Copies from a GPU are asynchronous to pinned memory alone.
+        `places` have no gaps. Copies from a GPU are asynchronous to pinned memory alone; a needed one does without.
 
         Raises:
-            OSError: there is no such memory.
+            OSError: there is no pinned memory for one that is not needed.
         """
         self.places = tuple(places)
         self.dtypes = tuple(dtypes)
         self._gpu = gpu
         length = places[-1].end if places else 0
-        self._buffers = {name: _buffer(length, name, gpu) for name in dtypes}
+        self._buffers = {name: _buffer(length, name, gpu, is_needed=is_needed) for name in dtypes}
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], dtypes: Sequence[str]) -> HostCopy:
@@ -67,8 +77,8 @@ class HostCopy:
         return cls(places, dtypes, next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None))
 
     def another(self) -> HostCopy:
-        """Room for the same tensors."""
-        return HostCopy(self.places, self.dtypes, self._gpu)
+        """Room for the same tensors, which is not needed; OSError where there is none."""
+        return HostCopy(self.places, self.dtypes, self._gpu, is_needed=False)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, rounded to every dtype; they may change once this returns.
@@ -98,10 +108,15 @@ class HostCopy:
         return header_of((place.name, dtype, place.shape) for place in self.places)
 
 
-def _buffer(length: int, dtype: str, gpu: torch.device | None) -> Tensor:
-    if gpu is None:
-        return torch.empty(length, dtype=DTYPES[dtype]).zero_()
-    return pinned_memory(ITEM_BYTES[dtype] * length, gpu).view(DTYPES[dtype])
+def _buffer(length: int, dtype: str, gpu: torch.device | None, *, is_needed: bool) -> Tensor:
+    if gpu is not None:
+        try:
+            return pinned_memory(ITEM_BYTES[dtype] * length, gpu).view(DTYPES[dtype])
+        except OSError as error:
+            if not is_needed:
+                raise
+            _log.warning("weights are copied from %s to memory that is not pinned, which is slower: %s", gpu, error)
+    return torch.empty(length, dtype=DTYPES[dtype]).zero_()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from common.run import RunContext
 from launch.checks import Plan
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import stage_pools
-from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
+from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import (
     STARTUP_KEY,
     Check,
@@ -45,8 +45,6 @@ if TYPE_CHECKING:  # with Transformers, which the command of a run needs not
 GRACE_S = 3.0
 """After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
 notice a death is often a neighbour, which knows of a closed connection only."""
-ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Environment of a stage there: shapes differ in every micro-batch, and blocks of a fixed size would come apart."""
 RESCUE_S = 1.0
 """How long a learner that is about to be killed may take to hand over the reports of its last steps."""
 

@@ -28,6 +28,8 @@ _DEAF_TO_SIGTERM = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 """Becomes Ray's worker with the signal blocked, which all threads and processes of the worker inherit."""
+ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Environment of who computes packed batches there: their shapes differ, and blocks of one size would come apart."""
 
 
 class Reservation(NamedTuple):

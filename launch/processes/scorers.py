@@ -14,7 +14,7 @@ from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
 from launch.pools import WorkerPool, scorer_pools
-from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
+from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import Notify, Restarts, Role, RoleProcess, done, outcome
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Scorers:
         context: RunContext[LearnerSections] = replace(
             self._context, config=config.model_copy(update={"learner": section})
         )
-        variables = self._plan.config.launch.env
+        variables = {**(ON_GPU if pool.bundle.get("GPU") else {}), **self._plan.config.launch.env}
         on, threads = scorer.placement.reservation(0), config.learner.num_threads
         scorer.handle = spawn(ScorerRole, scorer.log, on=on, threads=threads, concurrency=4, variables=variables)
         scorer.started_s = time.monotonic()

@@ -209,11 +209,13 @@ def test_a_stage_that_shares_a_gpu_is_held_to_its_share_before_it_meets_the_othe
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_the_process_group_is_told_the_gpu_and_nothing_on_a_cpu(monkeypatch, device):
     told = {}
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
+    store = SimpleNamespace(set_timeout=lambda limit: told.update(store_s=limit.seconds))
+    monkeypatch.setattr(dist, "TCPStore", lambda *at, **_: told.update(met_s=at[4].seconds) or store)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: told.update(options, backend=backend))
     monkeypatch.setattr(mesh, "_interface_to", lambda *_: None)
-    timeout = timedelta(seconds=1)
-    mesh.join_group("tcp://127.0.0.1:1", torch.device(device), rank=1, num_ranks=2, timeout=timeout)
+    limits = {"meets_within": timedelta(seconds=300), "timeout": timedelta(seconds=1)}
+    mesh.join_group("tcp://127.0.0.1:1", torch.device(device), rank=1, num_ranks=2, **limits)
+    assert (told["met_s"], told["store_s"], told["timeout"].seconds) == (300, 1, 1), "the last may come late"
     if device == "cpu":
         assert (told["backend"], told["device_id"]) == ("gloo", None)
     else:
@@ -222,13 +224,13 @@ def test_the_process_group_is_told_the_gpu_and_nothing_on_a_cpu(monkeypatch, dev
 
 @pytest.mark.parametrize("chosen", [None, "eth7"])
 def test_all_that_ranks_say_to_each_other_stays_on_the_interface_of_the_rendezvous(monkeypatch, chosen):
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: SimpleNamespace(set_timeout=lambda _: None))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, chosen or "")
         if chosen is None:
             monkeypatch.delenv(name)
-    timeout = timedelta(seconds=1)
-    mesh.join_group("tcp://127.0.0.1:1", torch.device("cpu"), rank=1, num_ranks=2, timeout=timeout)
+    limits = {"meets_within": timedelta(seconds=1), "timeout": timedelta(seconds=1)}
+    mesh.join_group("tcp://127.0.0.1:1", torch.device("cpu"), rank=1, num_ranks=2, **limits)
     assert os.environ["GLOO_SOCKET_IFNAME"] == (chosen or "lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == (chosen or "=lo")

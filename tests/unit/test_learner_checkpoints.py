@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
@@ -81,6 +82,14 @@ def take_step(networks: Networks, seed: int) -> None:
 def save(checkpoints: Checkpoints, networks: Networks, step: int) -> None:
     checkpoints.save(networks, TrainingProgress(step, step, 0))
     checkpoints.wait()
+
+
+def test_where_there_is_a_gpu_the_writer_does_not_wait_for_what_it_computes(tmp_path, model, monkeypatch):
+    networks, checkpoints = networks_of(model), checkpoints_in(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", lambda *_, **__: pytest.fail("it waits for a stream"))
+    save(checkpoints, networks, 1)
+    assert checkpoints.steps() == [1]
 
 
 def damage(path: Path, how: str) -> None:

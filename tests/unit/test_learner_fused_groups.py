@@ -26,6 +26,10 @@ class Recorded:
         monkeypatch.setattr(fused.dist, "new_group", self._group)
         monkeypatch.setattr(fused.dist, "irecv", lambda tensor, source, group: self._ask("receive", source, group))
         monkeypatch.setattr(fused.dist, "isend", lambda tensor, target, group: self._ask("send", target, group))
+        for name, what in (("send", "send"), ("recv", "receive")):
+            monkeypatch.setattr(
+                fused.dist, name, lambda tensor, other, group, what=what: self._connect(what, other, group)
+            )
         self.num_stages = num_stages
 
     def _group(self, ranks, timeout=None):
@@ -36,9 +40,12 @@ class Recorded:
         self.asked.append((what, other, group))
         return SimpleNamespace(wait=lambda: self.asked.append(("wait", what, group)))
 
+    def _connect(self, what, other, group):
+        self.connected.append((what, other, group))
+
     def of(self, rank):
-        """The messages of a training pass of one rank."""
-        self.asked = []
+        """The messages of a training pass of one rank; what was said before it is in `connected`."""
+        self.asked, self.connected = [], []
         self.made.clear()
         stage = rank % self.num_stages
         place = MeshPlace(rank, num_stages=self.num_stages, num_replicas=2)
@@ -118,4 +125,37 @@ def ends(asked):
                         its.pop(0)
                         over[one, group, "done"] += 1
                     moved = True
+    return all(at[rank] == len(messages) for rank, messages in asked.items())
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
+def test_every_group_is_connected_before_a_pass_and_in_no_circle(monkeypatch, num_stages):
+    recorded = Recorded(monkeypatch, num_stages)
+    first, later = {}, {}
+    for rank in range(2 * num_stages):
+        later[rank] = [message for message in recorded.of(rank) if message[0] != "wait"]
+        first[rank] = recorded.connected
+        ways = {(what, group) for what, _, group in first[rank]}
+        assert ways == {(what, group) for what, _, group in later[rank]}, "a group is used in one direction alone"
+    assert meet(first)
+    assert meet({rank: first[rank] + later[rank] for rank in first})
+    assert not meet(later), "in the pass itself ranks would wait for each other's first message"
+
+
+def meet(asked):
+    """Do all ranks come to their end where the first message in a group waits for that of the other rank?"""
+    at, known = dict.fromkeys(asked, 0), set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, messages in asked.items():
+            if at[rank] == len(messages):
+                continue
+            _, other, group = messages[at[rank]]
+            theirs = asked[other][at[other]] if at[other] < len(asked[other]) else (None, None, None)
+            if group not in known and theirs[2] == group:
+                known.add(group)
+            if group in known:
+                at[rank] += 1
+                moved = True
     return all(at[rank] == len(messages) for rank, messages in asked.items())

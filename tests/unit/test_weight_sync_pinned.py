@@ -278,3 +278,15 @@ def test_a_stages_copies_for_publication_take_of_pinned_memory_what_they_need_an
     assert len(cuda.unregistered) == 3  # the last view keeps its memory
     del view
     assert sorted(cuda.unregistered) == sorted(address for address, _, _ in cuda.registered)
+
+
+def test_a_stage_whose_memory_cannot_be_pinned_publishes_all_the_same_and_makes_no_further_copy(monkeypatch, caplog):
+    cuda = Cuda(monkeypatch)
+    cuda.error = 2
+    places = HostCopy.like(weights(), ["bfloat16"]).places
+    copy = HostCopy(places, ["bfloat16"], GPU)
+    copy.fill(weights(3))
+    assert cuda.registered == []
+    assert "weights are copied from cuda:1 to memory that is not pinned" in caplog.text
+    with pytest.raises(OSError, match="cannot be pinned"):
+        copy.another()
