@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
@@ -22,6 +24,8 @@ COLUMNS = ("question", "answer", "metadata")
 # A finite dataset repeats itself more and more before its last questions come up. It counts as
 # exhausted when so many items in a row were all known, plus one per distinct question found.
 _PATIENCE_ITEMS = 1000
+_ACCEPTED_SIZE = 20_000
+"""By word_ladder, which refuses a larger one."""
 _KEPT_ITEMS = 1024
 """By a scorer, for the samples of a group come one after the other."""
 
@@ -35,10 +39,7 @@ def gym_problems(config: ReasoningGymTask) -> Split:
     dataset = _dataset(config)
     template = Template(config.template)
     split = Split(config.heldout_share, config.num_train, config.num_heldout)
-    # The stream yields a held-out question with probability heldout_share, so even an endless
-    # dataset needs that many items on average; ten times as many are allowed for repetitions.
-    need = max(config.num_train / (1 - config.heldout_share), config.num_heldout / config.heldout_share)
-    limit = _PATIENCE_ITEMS + 10 * math.ceil(need)
+    limit = _most_items(config)
     prompts: set[str] = set()
     num_tried, last_new = 0, 0
     while not split.full:
@@ -63,6 +64,14 @@ def gym_problems(config: ReasoningGymTask) -> Split:
     return split
 
 
+def _most_items(config: ReasoningGymTask) -> int:
+    """How many items may be tried."""
+    # The stream yields a held-out question with probability heldout_share, so even an endless
+    # dataset needs that many items on average; ten times as many are allowed for repetitions.
+    need = max(config.num_train / (1 - config.heldout_share), config.num_heldout / config.heldout_share)
+    return _PATIENCE_ITEMS + 10 * math.ceil(need)
+
+
 def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequence[str]], list[float]]:
     """The dataset's own `score_answer`, on the completion or what it says between the answer tags.
 
@@ -84,10 +93,19 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
                     "PYTHONHASHSEED=0 in its environment"
                 )
             answer = extract_answer(completion, config.answer_tag) if config.answer_tag else completion.strip()
-            values.append(float(dataset.score_answer(answer, item)))
+            values.append(_score(dataset, answer, item))
         return values
 
     return score
+
+
+def _score(dataset: ProceduralDataset, answer: str | None, item: dict[str, Any]) -> float:
+    """What the dataset gives; 0 to an answer that it cannot read, where it can read its own."""
+    try:
+        return float(dataset.score_answer(answer, item))
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        dataset.score_answer(item["answer"], item)
+        return 0.0
 
 
 def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
@@ -102,21 +120,33 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
             raise TaskError(f"task.params.{name}: set task.seed and task.num_train instead")
         if name not in known:
             raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {among_known(name, known)}")
+    params = dict(config.params)
     try:
-        # Items are asked for by index; the size only has to be larger than any index.
-        return reasoning_gym.create_dataset(config.name, seed=config.seed, size=2**31 - 1, **config.params)
+        if config.name == "composite":
+            params["datasets"] = [DatasetSpec(**each) for each in params.get("datasets", ())]
+        # Items are asked for by index, and the size has to be larger than any. No larger: some draw them all at once.
+        size = 1 + _most_items(config)
+        try:
+            return reasoning_gym.create_dataset(config.name, seed=config.seed, size=size, **params)
+        except ValueError:  # of a size, perhaps, by which it makes no item
+            size = min(size, _ACCEPTED_SIZE)
+            return reasoning_gym.create_dataset(config.name, seed=config.seed, size=size, **params)
     except Exception as error:  # as in `_item`
         why = str(error) or type(error).__name__
         raise TaskError(f"task.params: {config.name} refuses {dict(config.params)}: {why}") from error
 
 
 def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
+    state = random.getstate()
+    random.seed(index)  # some draw from Python's own generator too, and an item is made anew in each process
     try:
         item: dict[str, Any] = dataset[index]
     except Exception as error:  # generators of over a hundred datasets: say which one and where
         raise TaskError(
             f"reasoning-gym dataset {name} failed at item {index}: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        random.setstate(state)
     return item
 
 

@@ -147,6 +147,8 @@ def _rating(answer: str, low: float, high: float) -> float | None:
         *before, lead = _BREAK.split(pieces[-3])
         if not before or _MARKUP.sub("", lead) or _SAYS_MORE.match(pieces[-1]):
             return None
+    if rated - {last} and _MARKUP.sub("", _BREAK.split(pieces[-3])[-1]):
+        return None  # behind a rating of a scale, words in front of a number speak of something else
     is_end, is_beside, is_another = last in (low, high), not _BREAK.search(pieces[-3]), bool(rated - {last})
     return None if is_end + is_beside + is_another > 1 or between[-1] in _OF_A_RANGE else last
 

@@ -344,6 +344,28 @@ def test_the_end_of_a_turn_is_the_token_that_the_template_puts_behind_an_answer(
     assert check_task(config.model_copy(update={"chat": False}), **model).end_of_turn is None
 
 
+TWO_OF_THEM = {
+    "datasets": [{"name": "chain_sum", "weight": 1, "config": {}}, {"name": "gcd", "weight": 2, "config": {}}]
+}
+
+
+@pytest.mark.parametrize("name", ["acre", "gsm_symbolic", "list_functions", "word_ladder", "composite"])
+def test_datasets_that_draw_all_items_at_once_or_are_made_of_others_stream_too(name):
+    """Of 2**31 items the first three would take the machine's memory."""
+    params = TWO_OF_THEM if name == "composite" else {}
+    task = load_task(gym(name=name, params=params, num_train=8, num_heldout=2))
+    (reward,) = map(load_reward, task.rewards)
+    answers = [problem.columns["answer"] for problem in task.train]
+    assert reward(task.train, answers) == [1.0] * 8
+
+
+@pytest.mark.parametrize("answer", ["2 x 3", "It is 2 \N{MULTIPLICATION SIGN} 3"])
+def test_an_answer_that_a_dataset_cannot_read_is_a_wrong_one(answer):
+    task = load_task(gym(name="prime_factorization", params={}, num_train=2, num_heldout=1))
+    (reward,) = map(load_reward, task.rewards)
+    assert reward(task.train, [answer, task.train[1].columns["answer"]]) == [0.0, 1.0]
+
+
 def test_columns_become_json():
     assert json_safe({"a": (1, 2), ("k",): 1, "s": {3}}) == {"a": [1, 2], "s": [3]}
 
