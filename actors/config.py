@@ -12,6 +12,8 @@ from weight_sync.config import WeightSyncConfig
 
 READY_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
 """How long vLLM waits for an engine's processes; it reads it as it loads, so whoever starts an actor sets it."""
+OFFLINE_ENV = "LEEWAY_TOOK_OFFLINE"
+"""Variables, by commas, that keep this process from the Hub, and with which it was not started: rewards go without."""
 ON_GPU_BYTES = 2 * 2**30
 """What an engine takes of a GPU beside weights, keys and logits, an estimate: the context, workspaces of kernels, the
 activations of a step of 2,048 tokens, and CUDA graphs."""
@@ -32,7 +34,9 @@ class ActorsConfig(BaseModel):
         "only, and 0 evaluates nothing.",
     )
     group_size: int = Field(default=8, ge=1, le=MAX_GROUP_SIZE, description="K, samples per prompt.")
-    temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature of training samples.")
+    temperature: float = Field(
+        default=1.0, ge=0.01, description="Sampling temperature of training samples; vLLM samples at no lower one."
+    )
     max_new_tokens: PositiveInt = Field(default=64, description="Longest completion, in tokens.")
     max_prompt_tokens: PositiveInt = Field(default=64, description="A longer prompt is refused at start-up.")
     max_running_samples: PositiveInt = Field(

@@ -339,7 +339,7 @@ class Engine:
                 self._broken = f"its update to version {staged.version} failed half way: {late}"
                 raise EngineDead(self._last_words()) from error
             self._broken = None
-            self._stats.interrupt()
+            self._stats.interrupt(recomputes=kv_cache == "recompute")
             if refusal is not None:
                 raise UpdateRefused(f"{refusal}; still serving version {self._version}")
             self._version = staged.version

@@ -59,6 +59,8 @@ class EngineStats:
         self._interrupted_s = -float("inf")
         self._kv_usage = 0.0
         self._num_preempted = self._num_ended = 0
+        self._num_interrupted = 0
+        """Preemptions to come that an update asked for."""
         self._queued_s = 0.0
         self.cache: KvCache | None = None
         """None until it is known."""
@@ -77,9 +79,13 @@ class EngineStats:
             self._prompt_tokens -= num_prompt_tokens
             self._first_steps -= began
 
-    def interrupt(self) -> None:
-        """Generation paused until now: the step that this falls into says nothing of the engine."""
+    def interrupt(self, *, recomputes: bool = False) -> None:
+        """Generation paused until now: the step that this falls into says nothing of the engine.
+
+        Where what runs is computed anew, it was preempted for that, and not for want of room.
+        """
         self._interrupted_s = self._clock()
+        self._num_interrupted = self._running if recomputes else 0
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         """One step of the engine, as vLLM tells it."""
@@ -88,7 +94,9 @@ class EngineStats:
         if iteration is None or not iteration.num_generation_tokens:
             return
         self._num_steps += 1
-        self._num_preempted += iteration.num_preempted_reqs
+        asked_for = min(self._num_interrupted, iteration.num_preempted_reqs)
+        self._num_interrupted -= asked_for
+        self._num_preempted += iteration.num_preempted_reqs - asked_for
         for ended in iteration.finished_requests:
             self._num_ended += 1
             self._queued_s += max(0.0, ended.queued_time)

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO, Protocol, cast
 import msgspec
 from pydantic import TypeAdapter
 
+from actors.config import OFFLINE_ENV
 from actors.sandbox import HINT, cut_network
 from actors.tasks import Problem, RewardFunction, TaskError, load_reward
 from actors.tasks.config import Classifier, Judge, TaskConfig
@@ -117,6 +118,12 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
         return values
 
 
+def _environment() -> dict[str, str]:
+    """As the run was started with: its roles need nothing of the Hub, and a reward may."""
+    taken = os.environ.get(OFFLINE_ENV, "").split(",")
+    return {name: value for name, value in os.environ.items() if name not in taken}
+
+
 class RewardProcess:
     """One process as its actor sees it."""
 
@@ -145,6 +152,7 @@ class RewardProcess:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, root, str(descriptor), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
+                    env=_environment(),
                     pass_fds=[descriptor],
                     # no signal of the terminal, and what it starts ends with it; a session of its own would do that
                     # too, but be scheduled as one (CONFIG_SCHED_AUTOGROUP), and wait beside busy engines

@@ -146,7 +146,10 @@ class Scorer:
             values = cast("list[float | None]", outcomes)
         given = [value for value in values if value is not None]
         parts = {lane.function.name: value for lane, value in zip(self._lanes, values, strict=True)}
-        return Scored(math.fsum(given) if given else None, parts)
+        try:
+            return Scored(math.fsum(given) if given else None, parts)
+        except OverflowError:
+            raise RewardFailed(", ".join(parts), "their sum is not finite") from None
 
     async def close(self) -> None:
         """Stop scoring, and end the processes."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from actors.config import ActorsConfig
@@ -28,6 +31,25 @@ from common.staleness import PolicyVersion
 _log = logging.getLogger(__name__)
 
 SAMPLED_TEMPERATURE = 1.0
+MOST_COLUMN_BYTES = 64 * 2**10
+"""Of a row as JSON, that each of its samples carries: unit tests may be megabytes, and would travel with every one."""
+
+
+def kept_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a row that its samples are stored with: the largest stay in the data alone, where all are too much."""
+    sizes = {name: len(msgspec.json.encode(value)) for name, value in columns.items()}
+    kept = dict(columns)
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if sum(sizes[each] for each in kept) <= MOST_COLUMN_BYTES:
+            break
+        del kept[name]
+        _say_left_out(name)
+    return kept
+
+
+@cache
+def _say_left_out(name: str) -> None:
+    _log.warning("column '%s' of some rows is too large to be stored with every sample, and is left out there", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +241,7 @@ class SampleMaker:
             reward=scored.reward,
             finish_reason=generation.finish_reason,
             reward_parts=scored.parts,
-            columns=problem.columns,
+            columns=kept_columns(problem.columns),
         )
 
     def unfinished(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:

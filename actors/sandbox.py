@@ -33,6 +33,8 @@ OUTPUT_BYTES = 2**20
 """What a program may print beyond what is expected of it."""
 _FILE_BYTES = 16 * 2**20
 _FOLDER_BYTES = 64 * 2**20
+_ADDRESS_BYTES = 8 * 2**30
+"""Beside what a process may allocate: libraries, stacks of threads, and memory that it shares with others."""
 _NUM_PROCESSES = 64
 _NUM_FILES = 256
 NOBODY = 65534
@@ -188,12 +190,13 @@ def _mount_read_only() -> None:
 # --- one program after the other ------------------------------------------------------------------------
 
 _TEST = """
-import os, sys
+import os, sys, types
 word = os.read(int(sys.argv[2]), 64)
 os.close(int(sys.argv[2]))
 with open(sys.argv[1], encoding="utf-8") as file:
     source, test = file.read().split("\\0")
-space = {"__name__": "solution"}
+module = sys.modules["solution"] = types.ModuleType("solution")  # dataclasses look their module up
+space = vars(module)
 exec(compile(source, "solution.py", "exec"), space)
 exec(compile(test, "test.py", "exec"), space)
 os.write(int(sys.argv[3]), word)
@@ -312,6 +315,7 @@ def _limit(job: dict[str, Any]) -> None:
     limits = {
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_DATA: job["memory_bytes"],
+        resource.RLIMIT_AS: job["memory_bytes"] + _ADDRESS_BYTES,
         resource.RLIMIT_FSIZE: _FILE_BYTES,
         resource.RLIMIT_NOFILE: _NUM_FILES,
         resource.RLIMIT_CORE: 0,

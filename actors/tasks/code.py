@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,9 @@ _GRACE_S = 5.0
 """Beyond the rule's own limit, for the sandbox to start and to end."""
 _PROBE_S = 20.0
 _FENCE = "```"
+_OPENS = re.compile(r"`{3,}[\s{.]*\w[^`]*")
+"""A fence that names a language, and so ends no block."""
+_LANGUAGE = re.compile(r"`{3,}[\s{.]*([\w+#-]*)")
 _PYTHON = frozenset({"", "python", "python3", "py"})
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from actors.sandbox import serve; serve(sys.argv[2])"
 
@@ -76,15 +81,21 @@ def source_of(completion: str) -> str:
     """Of the block that is open."""
     for line in completion.split("\n"):
         fence = line.strip()
-        if language is None and fence.startswith(_FENCE):
-            language, block = fence.strip("`").strip().lower(), []
+        if fence.startswith(_FENCE) and (language is None or _OPENS.fullmatch(fence)):  # one before was never closed
+            told = _LANGUAGE.match(fence)
+            language, block = (told[1] if told else "").lower(), []
         elif language is not None and fence == _FENCE:
-            found, language = ("\n".join(block) if language in _PYTHON else found), None
+            found, language = (_text_of(block) if language in _PYTHON else found), None
         elif language is not None:
             block.append(line)
     if language in _PYTHON:  # an answer that was cut
-        return "\n".join(block)
+        return _text_of(block)
     return (found or "") if _FENCE in completion else completion
+
+
+def _text_of(block: list[str]) -> str:
+    """Its lines, which may be indented as those of a list are."""
+    return textwrap.dedent("\n".join(block))
 
 
 async def _reward(rule: CodeRule, way: _Way, source: str, tests: list[dict[str, str]]) -> float | NoScore:

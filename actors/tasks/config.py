@@ -139,7 +139,7 @@ class CodeRule(_NamedReward):
     timeout_s: PositiveFloat = Field(
         default=10.0, description="For all tests of a completion together; those that are not done by then have failed."
     )
-    memory_mib: PositiveInt = Field(default=1024, description="What the program of a test may allocate.")
+    memory_mib: PositiveInt = Field(default=1024, description="What each process of a test's program may allocate.")
     require_isolation: bool = Field(
         default=False,
         description="Whether a run is refused where the kernel does not cut the programs off from network and files.",

@@ -7,12 +7,15 @@ backtracks for ever, or an equation that sympy never simplifies, costs its own s
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
+
+import numpy as np
 
 from actors.tasks.code import check_code, load_code
 from actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
@@ -65,7 +68,7 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
     def value_of(problem: Problem, completion: str) -> float | NoScore | None:
         answer = look_up(problem)
         answers = answer if isinstance(answer, list) else [answer]
-        found = [matches(str(one), completion) for one in answers if one is not None]
+        found = [matches(text, completion) for one in answers if one is not None for text in _texts(one)]
         if unknown := [one for one in found if isinstance(one, NoScore)]:
             return rule.weight if True in found else unknown[0]
         return rule.weight * (True in found) if found else None
@@ -74,6 +77,13 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
         return [value_of(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
 
     return call
+
+
+def _texts(answer: object) -> tuple[str, ...]:
+    """Each of which is the answer: 0.00005 is 5e-05 too, and 5.0 is 5."""
+    if isinstance(answer, float) and math.isfinite(answer):
+        return str(answer), np.format_float_positional(answer, trim="-")
+    return (str(answer),)
 
 
 def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:

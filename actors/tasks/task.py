@@ -237,6 +237,7 @@ class PromptCodec:
             raise TaskError(f"task.chat = true, but the tokenizer in {folder} has no chat template; set chat = false")
         self._chat = chat
         self._system_prompt = system_prompt
+        self._num_ends = self._ends_behind()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each prompt, with the special tokens that its tokenizer puts in front.
@@ -279,7 +280,15 @@ class PromptCodec:
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
-        return ids
+        return [each[: len(each) - self._num_ends] for each in ids] if special and self._num_ends else ids
+
+    def _ends_behind(self) -> int:
+        """How many ends of a sequence the tokenizer puts behind a text: an answer would begin after its own end."""
+        (ids,) = self._tokenizer(["1"], add_special_tokens=True)["input_ids"]
+        behind = len(ids)
+        while behind and ids[behind - 1] == self._tokenizer.eos_token_id:
+            behind -= 1
+        return len(ids) - behind
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens such as the end of sequence."""

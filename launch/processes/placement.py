@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -15,6 +16,7 @@ from ray.util.placement_group import PlacementGroup as RayPlacementGroup
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from actors.config import OFFLINE_ENV
 from launch.processes.role_process import RunFailed
 
 if TYPE_CHECKING:  # as in `services`
@@ -28,6 +30,7 @@ _DEAF_TO_SIGTERM = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 """Becomes Ray's worker with the signal blocked, which all threads and processes of the worker inherit."""
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Environment of who computes packed batches there: their shapes differ, and blocks of one size would come apart."""
 
@@ -144,7 +147,8 @@ def spawn(
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
+        **dict.fromkeys(offline := [name for name in _OFFLINE if name not in os.environ], "1"),
+        OFFLINE_ENV: ",".join(name for name in offline if name not in (variables or {})),
         **(variables or {}),
     }
     if "GPU" not in on.bundle:

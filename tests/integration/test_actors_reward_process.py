@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from actors import reward_process, sandbox
+from actors.config import OFFLINE_ENV
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, TaskError, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
@@ -209,6 +210,16 @@ async def test_a_file_that_cannot_be_loaded_is_known_at_the_start(scorer, folder
     (folder / "broken.py").write_text(f"{code}\n\ndef f(completions):\n    return []\n")
     with pytest.raises(TaskError, match=f"reward f: its process did not start: .*{reason}"):
         await scorer("f", file="broken.py")
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+async def test_a_reward_may_ask_the_hub_unless_the_run_was_started_without_it(scorer, folder, monkeypatch, by_us):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv(OFFLINE_ENV, "HF_HUB_OFFLINE,TRANSFORMERS_OFFLINE" if by_us else "")
+    code = "import os\n\ndef online(completions):\n    return [float('HF_HUB_OFFLINE' not in os.environ)]\n"
+    (folder / "hub.py").write_text(code)
+    scores = await scorer("online", file="hub.py")
+    assert (await scores.score(problem(), "x")).reward == by_us
 
 
 @pytest.mark.parametrize("has_network", [True, False])

@@ -40,6 +40,7 @@ def rewards(source, tests, **keys):
 
 
 ADD = "def add(a, b):\n    return a + b\n"
+NODE = "from dataclasses import dataclass\n@dataclass\nclass Node:\n    v: int\n    next: 'Node' = None\n"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,9 @@ ADD = "def add(a, b):\n    return a + b\n"
         (ADD, ["assert add(1, 2) == 3", "assert add(2, 2) == 5"], {}, 0.0),
         (ADD, ["assert add(2, 2) == 5", "assert add(1, 2) == 3"], {"partial": True, "weight": 3.0}, 1.5),
         ("def f(a):\n    return a, a", {"inputs": [[1], [2]], "outputs": [[1, 1], [2, 2]], "fn_name": "f"}, {}, 1.0),
+        (NODE, ["assert Node(1).next is None"], {}, 1.0),
+        (f"from __future__ import annotations\n{NODE}", ["assert Node(1).v == 1"], {}, 1.0),
+        ("import mmap\nshared = mmap.mmap(-1, 12 * 2**30)", ["assert shared"], {"memory_mib": 64}, 0.0),
         ("print(int(input()) + 1)", [{"input": "1", "output": "2"}, {"input": "2", "output": "3 \n\n"}], {}, 1.0),
         ("import numpy\nprint(numpy.ones(3).sum())", [{"output": "3.0"}], {}, 1.0),
         ("import numpy\nprint(1)", [{"output": "1"}], {"memory_mib": 70}, 1.0),

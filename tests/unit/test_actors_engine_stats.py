@@ -61,3 +61,17 @@ def test_the_step_that_an_update_fell_into_is_not_measured():
         stats.record(None, step([0.2 if interrupted else 0.05]))
     measured = Moments.from_list(stats.report().moments)
     assert (measured.num_measured, measured.total) == (2, pytest.approx(0.1))
+
+
+def test_what_an_update_has_computed_anew_did_not_have_to_make_room():
+    stats = EngineStats(Clock())
+    with stats.request(10), stats.request(10):
+        stats.record(cache(0.1), step([0.5], preempted=1))
+        stats.interrupt(recomputes=True)
+        stats.record(cache(0.1), step([0.5], preempted=2))
+        assert stats.report().num_preempted == 1
+        stats.record(cache(0.1), step([0.5], preempted=1))
+        assert stats.report().num_preempted == 2
+        stats.interrupt()
+        stats.record(cache(0.1), step([0.5], preempted=2))
+        assert stats.report().num_preempted == 4

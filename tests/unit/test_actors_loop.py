@@ -13,7 +13,7 @@ import pytest
 from actors import loop
 from actors.engine import Engine, EngineDead
 from actors.loop import ActorFenced
-from actors.sample import EvalRequest
+from actors.sample import MOST_COLUMN_BYTES, EvalRequest, kept_columns
 from actors.weights import ActorError
 from buffer.trajectory import HANDED_ON, Trajectory, VersionSpan
 from common.staleness import PolicyVersion
@@ -530,3 +530,13 @@ async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert len(buffer.pushed) == 40 * K
+
+
+def test_what_is_too_large_of_a_row_is_not_stored_with_every_sample(caplog):
+    small = {"question": "q", "answer": 1.5, "tags": ["a", None]}
+    assert kept_columns(small) == small
+    assert kept_columns({**small, "tests": "x" * MOST_COLUMN_BYTES, "more": "y" * 1000}) == {
+        **small,
+        "more": "y" * 1000,
+    }
+    assert "column 'tests' of some rows is too large" in caplog.text

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -41,6 +42,18 @@ async def test_values_are_summed_and_kept_by_name_and_none_does_not_apply():
     assert await both.score(PROBLEM, "please") == Scored(7.0, {"length": 6.0, "polite": 1.0})
     assert await both.score(PROBLEM, "now") == Scored(3.0, {"length": 3.0, "polite": None})
     assert await scorer(polite).score(PROBLEM, "now") == Scored(None, {"polite": None})
+
+
+async def test_a_sum_that_is_not_finite_is_a_failed_sample():
+    def veto(problems, completions):
+        return [-sys.float_info.max] * len(completions)
+
+    def another(problems, completions):
+        return veto(problems, completions)
+
+    vetoes = scorer(veto, another)
+    with pytest.raises(RewardFailed, match="their sum is not finite"):
+        await vetoes.score(PROBLEM, "now")
 
 
 @pytest.mark.parametrize(

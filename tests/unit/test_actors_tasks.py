@@ -366,6 +366,22 @@ def test_an_answer_that_a_dataset_cannot_read_is_a_wrong_one(answer):
     assert reward(task.train, [answer, task.train[1].columns["answer"]]) == [0.0, 1.0]
 
 
+def test_an_end_of_sequence_that_the_tokenizer_puts_behind_a_text_is_no_part_of_a_prompt(tmp_path):
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    from actors.tasks.task import PromptCodec
+
+    shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
+    plain = PromptCodec(tmp_path / "model", chat=False, system_prompt=None).encode(["1+2=", "2="])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    around = processors.TemplateProcessing(single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = around
+    tokenizer.save_pretrained(tmp_path / "model")
+    codec = PromptCodec(tmp_path / "model", chat=False, system_prompt=None)
+    assert codec.encode(["1+2=", "2="]) == [[0, *ids] for ids in plain]
+
+
 def test_columns_become_json():
     assert json_safe({"a": (1, 2), ("k",): 1, "s": {3}}) == {"a": [1, 2], "s": [3]}
 
