@@ -137,7 +137,11 @@ class BufferCore:
                 f"step {draw.step} cannot be drawn again as it was: {error}. Restart the learner: it then gets "
                 "another batch for this step"
             ) from error
-        return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
+        try:
+            return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
+        except ValueError as error:
+            text = f"step {draw.step} is too large for a message: {error}: lower groups_per_step"
+            raise BufferRefused(text) from error
 
     def _drain(self, tx: Transaction, _message: p.Drain) -> None:
         tx.state.draining = True

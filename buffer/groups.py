@@ -28,10 +28,6 @@ from buffer.prompts import Prompts
 from buffer.tables import NO_RECORD, Group
 from buffer.transaction import Transaction
 
-_BYTES_PER_TOKEN = 8
-"""A token id and a log-probability."""
-_BYTES_PER_RECORD = 512
-"""Roughly what a record, its keys and its share of the group's row take beside the tokens."""
 _ROUNDING = 1e-9
 """1.1 * 10 is above 11 in floating point."""
 MAX_RECOUNTED = 256
@@ -232,22 +228,25 @@ class Groups:
             if first is None or (first.kind == ELIGIBLE and is_kept):
                 return
             group = tx.groups.require(first.group_id)
-            # Pages are given back one by one, so what a group frees is estimated; the next run corrects it.
-            excess_bytes -= _BYTES_PER_TOKEN * sum(group.lengths)
-            num = sum(record != NO_RECORD for record in group.records)
-            excess, excess_bytes = excess - num, excess_bytes - _BYTES_PER_RECORD * num
-            self._evict(tx, group)
+            excess -= sum(record != NO_RECORD for record in group.records)
+            # Small values share pages, which are given back one by one, so it is counted by values; the next run
+            # corrects it.
+            excess_bytes -= self._evict(tx, group)
 
-    def _evict(self, tx: Transaction, group: Group) -> None:
+    def _evict(self, tx: Transaction, group: Group) -> int:
+        """Returns how many bytes of the file its samples took."""
+        freed_bytes = 0
         self.move(tx, group, "waiting", "evicted_unused")
         group.phase = "closed"
         for record in group.records:
             if record != NO_RECORD:
+                freed_bytes += tx.records.size(record) + tx.scores.size(record)
                 tx.records.delete(record)  # where its block lies; of the others nothing lies there
                 tx.scores.delete(record)
                 tx.state.num_records -= 1
         group.records = [NO_RECORD] * len(group.records)
         self.save(tx, group)
+        return freed_bytes
 
     def checked_counts(self, tx: Transaction) -> dict[str, int]:
         """Every count by its name, the failed by kind, how many rows are quarantined, and 'gap': 0, or a bug."""

@@ -70,7 +70,7 @@ class Shape(msgspec.Struct):
     @property
     def noise(self) -> float:
         """Variance of log tokens among the samples of a group."""
-        return self.noise_sum / self.noise_weight
+        return max(1e-6, self.noise_sum / self.noise_weight)
 
     @property
     def spread(self) -> float:
@@ -265,8 +265,10 @@ class LengthModel:
         """What a group says of the spread of all."""
         shape, size = self.shape, len(values)
         mean, keep = sum(values) / size, 1.0 - 1.0 / SHAPE_MEMORY
-        shape.noise_sum = keep * shape.noise_sum + sum((value - mean) ** 2 for value in values) + beyond
-        shape.noise_weight = keep * shape.noise_weight + (size - 1)
+        if size > 1:  # one sample says nothing of it; of several the mean takes a part of what each may lie beyond
+            within = sum((value - mean) ** 2 for value in values) + beyond * (size - 1) / size
+            shape.noise_sum = keep * shape.noise_sum + within
+            shape.noise_weight = keep * shape.noise_weight + (size - 1)
         shown = mean - shape.level
         shape.spread_sum = keep * shape.spread_sum + shown**2 - shape.noise / size
         shape.spread_weight = keep * shape.spread_weight + 1.0

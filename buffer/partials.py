@@ -20,7 +20,7 @@ from buffer.ingest import faults, known_versions, rows_of
 from buffer.leases import Leases, Share
 from buffer.nonsense import Quarantine
 from buffer.protocol import HandOn, Lease, LeaseGrant
-from buffer.rows import RowBytes
+from buffer.rows import RowBytes, num_tokens_in
 from buffer.tables import NO_RECORD, Group, Partial
 from buffer.trajectory import HANDED_ON
 from buffer.transaction import Transaction
@@ -70,14 +70,17 @@ class Partials:
         return replace(grant, leases=leases), body
 
     def _read(self, tx: Transaction, group_id: int, index: int) -> bytes | None:
-        """What is stored of a sample. What is damaged is removed, for it can be made anew."""
+        """What is stored of a sample. What is damaged, or longer than a sample may be by now, is made anew."""
         try:
-            return tx.partials.get(group_id, index)
+            block = tx.partials.get(group_id, index)
+            if block is None or num_tokens_in(block) <= self._facts.max_tokens:
+                return block
         except CorruptRecord:
-            group = tx.groups.require(group_id)
-            self._groups.forget_partial(tx, group, index)
-            self._groups.save(tx, group)
-            return None
+            pass
+        group = tx.groups.require(group_id)
+        self._groups.forget_partial(tx, group, index)
+        self._groups.save(tx, group)
+        return None
 
     def _store(
         self, tx: Transaction, group: Group, message: HandOn, left: Sequence[int], batch: pa.RecordBatch

@@ -157,6 +157,11 @@ def records_in(block: bytes | memoryview) -> dict[int, int]:
     return dict(zip(headers["record"].tolist(), headers["num_logprobs"].tolist(), strict=True))
 
 
+def num_tokens_in(block: bytes | memoryview) -> int:
+    """Tokens of its longest row, prompt included."""
+    return int(_headers_of(block)["num_token_ids"].max())
+
+
 def group_of(block: bytes | memoryview) -> int:
     """The group that all rows of a block belong to."""
     return int(_headers_of(block)["group_id"][0])
@@ -197,10 +202,12 @@ def text_array(data: bytes, sizes: npt.NDArray[Any]) -> pa.Array:
 
 
 def bounds_of(counts: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.int32]:
-    """Arrow's offsets of rows of these lengths (num_rows + 1)."""
-    bounds = np.zeros(len(counts) + 1, np.int32)
+    """Arrow's offsets of rows of these lengths (num_rows + 1); ValueError where they are no integers of 32 bits."""
+    bounds = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=bounds[1:])
-    return bounds
+    if bounds[-1] > np.iinfo(np.int32).max:
+        raise ValueError(f"a column of {len(counts)} samples has {bounds[-1]} items, and 2**31 - 1 are the most")
+    return bounds.astype(np.int32)
 
 
 def _sections(column: dict[str, pa.Array]) -> tuple[list[memoryview], list[npt.NDArray[np.int64]]]:

@@ -49,24 +49,29 @@ class Scoring:
         tx.undo.append(partial(setattr, self, "_held", self._held))
         self._held = {group_id: until_s for group_id, until_s in self._held.items() if until_s > now_s}
         record_ids: list[int] = []
+        damaged: list[Group] = []
         num_tokens = 0
         for _, group_id in self._groups.index.unscored:
             if group_id in self._held:
                 continue
             group = tx.groups.require(group_id)
             lacking = [i for i in self._fitting(group) if not tx.scores.has(group.records[i])]
+            try:
+                tx.blocks_of([group.records[i] for i in lacking])
+            except CorruptRecord:
+                damaged.append(group)
+                continue
             num_tokens += sum(group.lengths[i] for i in lacking)
             if record_ids and num_tokens > max_tokens:
                 break
             # also one without such a sample, which would be looked at each time
             self._held[group_id] = now_s + HELD_S
             record_ids += [group.records[i] for i in lacking]
+        for group in damaged:  # as the draw of it would
+            self._groups.drop_ready(tx, group, "evicted_unused")
         if not record_ids:
             return Taken([], None)
-        try:
-            return Taken(record_ids, schema.join_rows(tx.blocks_of(record_ids), record_ids))
-        except CorruptRecord:  # which the draw of its group finds too, and drops it
-            return Taken([], None)
+        return Taken(record_ids, schema.join_rows(tx.blocks_of(record_ids), record_ids))
 
     def write(self, tx: Transaction, batch: pa.RecordBatch) -> None:
         """Store scores, of `schema.SCORES`, beside their records; writing them again changes nothing.

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ PORT = "port"
 RESTORE = "restore it from a copy, or start a new run folder"
 _OWNER = "owner.lock"
 _NO_ROOM_BYTES = 2**20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_READERS = 1024
 _OWN_RETRY_S = 1.0
 """A process that looks whether a folder is served holds its lock for a moment."""
@@ -239,11 +241,21 @@ class Store:
         return result
 
     def _is_full(self, error: lmdb.Error) -> bool:
-        """Did the disk have no room? LMDB calls a write that was cut short an input/output error."""
-        if isinstance(error, lmdb.DiskError) or os.strerror(errno.ENOSPC) in str(error):
+        """Had the disk, or its quota, no room? LMDB calls a write that was cut short an input/output error."""
+        if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in _FULL):
             return True
+        return os.strerror(errno.EIO) in str(error) and not self._has_room()
+
+    def _has_room(self) -> bool:
         disk = os.statvfs(self.folder)
-        return os.strerror(errno.EIO) in str(error) and disk.f_bavail * disk.f_frsize < _NO_ROOM_BYTES
+        if disk.f_bavail * disk.f_frsize < _NO_ROOM_BYTES:
+            return False
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as probe:  # a quota shows in no figure of the disk
+                os.posix_fallocate(probe.fileno(), 0, _NO_ROOM_BYTES)
+        except OSError as error:
+            return error.errno not in _FULL
+        return True
 
     def read(self, look: Callable[[Transaction], T]) -> T:
         """Run `look` in a read-only transaction, which ends with it: a pinned reader would let the file grow.

@@ -431,7 +431,7 @@ class JointDraws:
             self._shards[number].hear(offer.ledger, offer.fidelity)
         waits = any(offer.waits for offer in offers.values())
         is_whole = len(offers) == len(self._shards)
-        plan = divide_step(num_groups, offers, in_order=waits)
+        plan = divide_step(num_groups, offers, in_order=waits, step=step)
         if plan and not (waits and (not is_whole or must_wait(plan, num_groups, offers))):
             return plan, ""
         num_ready = sum(offer.num_eligible for offer in offers.values())

@@ -96,6 +96,7 @@ class ShardSteps(Steps):
         if message.step > state.step:
             self._believe(state, message.version)
             state.version, state.step = message.version, message.step
+            state.num_set_aside = 0  # for the next step as many may be set aside again
             self._finished(tx)
 
 

@@ -18,9 +18,13 @@ import xxhash
 
 from buffer.errors import StoreError
 from buffer.protocol import PlanReply
+from buffer.samplers import systematic_shares
 from buffer.store import DATA, Store
 from common.run import RunFacts
 from common.staleness import held_back
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, without their whole part, fill the line from 0 to 1 evenly, however many are taken."""
 
 
 def shard_of(prompt_id: int, num_shards: int) -> int:
@@ -77,10 +81,11 @@ def apportion(
     return shares
 
 
-def divide_step(num_groups: int, supplies: Mapping[int, PlanReply], *, in_order: bool) -> dict[int, int]:
+def divide_step(num_groups: int, supplies: Mapping[int, PlanReply], *, in_order: bool, step: int = 0) -> dict[int, int]:
     """How many groups of a step each shard gives; nothing where there are too few.
 
-    In proportion to what is eligible in each. But as many groups as the later steps could not use any
+    In proportion to what is eligible in each, on the mean of many steps: what is rounded up differs by step, for under
+    replay the same numbers come again and again. But as many groups as the later steps could not use any
     more in time are taken first, so that a shard which was down for a while does not lose its old ones.
     With `in_order` the groups that are due first are taken, whatever shard has them.
     """
@@ -95,7 +100,12 @@ def divide_step(num_groups: int, supplies: Mapping[int, PlanReply], *, in_order:
         must = num_groups if in_order else sum(due) - last * num_groups
         most = [min(pair) for pair in zip(limits, due, strict=True)]
         given = apportion(min(must, num_groups), due, limits=most, given=given)
-    given = apportion(num_groups, eligible, limits=limits, given=given)
+    left = [num - taken for num, taken in zip(eligible, given, strict=True)]
+    while rest := num_groups - sum(given):  # again where a shard can give less than its part
+        counts = {i: left[i] for i in range(len(shards)) if given[i] < limits[i]}
+        for i, share in systematic_shares(counts, rest, step * _GOLDEN % 1.0).items():
+            share = min(share, limits[i] - given[i])
+            given[i], left[i] = given[i] + share, left[i] - share
     return {shard: num for shard, num in zip(shards, given, strict=True) if num}
 
 

@@ -49,14 +49,14 @@ class Shard:
         self._patience_s = patience_s
         self._order = asyncio.Lock()
         self._unanswered: dict[asyncio.Task[Any], float] = {}
-        """Request -> when it was made, oldest first."""
+        """Request -> when it was made, or is to be answered where the service may let it wait."""
         self._told: set[asyncio.Task[Any]] = set()
         self._single: dict[str, asyncio.Task[Any]] = {}
 
     @property
     def patience_left_s(self) -> float:
         """After so long the shard counts as silent; not above 0 where it does."""
-        oldest = next(iter(self._unanswered.values()), None)
+        oldest = min(self._unanswered.values(), default=None)
         return self._patience_s if oldest is None else oldest + self._patience_s - time.monotonic()
 
     @property
@@ -137,9 +137,10 @@ class Shard:
         """This shard's part of a step, however long it takes."""
         async with self._order:
             pass  # it may have to learn first what it missed
-        num_groups = plan[self.number]
+        num_groups, self.waiting_for = plan[self.number], ""
         while True:
-            draw = await self._answer(lambda client: client.draw(step, version, incarnation, num_groups, wait_s, plan))
+            asked = self._answer(lambda client: client.draw(step, version, incarnation, num_groups, wait_s, plan))
+            draw = await self._start(asked, due_in_s=wait_s)
             self.hear(draw.ledger, draw.fidelity)
             if draw.ready:
                 return draw
@@ -162,9 +163,9 @@ class Shard:
         except BufferRefused as error:
             raise BufferRefused(f"shard {self.number}: {error}") from error
 
-    def _start(self, answer: Any) -> asyncio.Task[Any]:  # noqa: ANN401 -- a coroutine
+    def _start(self, answer: Any, *, due_in_s: float = 0.0) -> asyncio.Task[Any]:  # noqa: ANN401 -- a coroutine
         task = asyncio.get_running_loop().create_task(answer)
-        self._unanswered[task] = time.monotonic()
+        self._unanswered[task] = time.monotonic() + due_in_s
         task.add_done_callback(self._ended)
         return task
 

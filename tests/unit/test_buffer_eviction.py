@@ -5,7 +5,7 @@ from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.offline.inspect import Inspection, Selection
 from common.staleness import PolicyVersion
-from tests.world.buffer import Actor, generate, train
+from tests.world.buffer import Actor, generate, make_trajectory, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192, "num_prompts": 100}
 
@@ -138,3 +138,18 @@ def test_after_a_restart_of_the_learner_groups_are_found_by_the_version_they_cou
     assert found(buffer, "version", since_version=2, until_version=2) == groups[2:]
     assert found(buffer, "version", since_version=3) == []
     assert buffer.faults() == []
+
+
+def test_samples_with_large_columns_are_not_evicted_many_at_a_time(make, monkeypatch):
+    monkeypatch.setattr(config_module, "MAX_MESSAGE_MIB", 1)
+    settings = BufferConfig(sampler="uniform", max_uses="unlimited", capacity_gib=2**21 / 2**30)
+    buffer, actor = started(make, settings, groups_per_step=1)
+    for _ in range(40):
+        (lease,) = actor.lease(1)
+        rows = [make_trajectory(lease, index, seq=actor.seq + index) for index in lease.sample_indices]
+        for row in rows:
+            row.columns["tests"] = "x" * 50_000
+        actor.seq += len(rows)
+        buffer.push(rows)
+    live = buffer.store.read(lambda tx: tx.live_bytes)
+    assert 0.85 * 2**21 < live < 1.15 * 2**21

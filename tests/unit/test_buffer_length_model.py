@@ -166,3 +166,21 @@ def test_what_is_put_is_got_and_nothing_is_nothing():
     assert model.get(0) is None
     model.put(1, None)
     assert model.get(1) is None
+
+
+@pytest.mark.parametrize(("group_size", "longest"), [(1, 400), (2, 100), (2, 30), (8, 100)])
+def test_however_many_are_cut_what_is_foretold_stays_finite_and_near_the_longest(group_size, longest):
+    world, model = World(longest=longest, num_prompts=300, group_size=group_size), LengthModel(300)
+    for _ in range(30):
+        world.epoch(model)
+    foretold = model.longest_of(np.arange(300), group_size, 0)
+    assert np.isfinite(foretold).all()
+    assert model.shape.noise < 2.0
+    assert math.exp(model.shape.level) < 50 * longest
+
+
+def test_of_cut_groups_the_variance_of_samples_is_found():
+    world, model = World(longest=300), LengthModel(NUM_PROMPTS)
+    for _ in range(6):
+        world.epoch(model)
+    assert model.shape.noise == pytest.approx(NOISE, rel=0.2)

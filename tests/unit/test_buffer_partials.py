@@ -151,6 +151,18 @@ def test_tokens_past_the_bound_are_forgotten_and_the_sample_begins_anew(make):
     assert buffer.status().ledger["dropped_stale"] == 0, "siblings that are fresh enough stay"
 
 
+def test_what_is_longer_than_a_resumed_run_allows_begins_anew(make):
+    buffer = make(max_tokens=64)
+    Actor(buffer)
+    buffer.begin()
+    [lease] = buffer.lease("actor-0", 1)
+    buffer.hand_on(lease, [0, 1], [0], num_completion_tokens=40)
+    buffer.facts = buffer.facts.model_copy(update={"max_tokens": 24})
+    buffer.restart()
+    [again], rows = buffer.grant("actor-0", 1)
+    assert (again.group_id, again.prefixes, rows) == (lease.group_id, [], [])
+
+
 def test_the_age_of_a_group_is_that_of_its_first_tokens_whoever_made_them(make):
     buffer = make(max_lag=4)
     actor = Actor(buffer)

@@ -191,6 +191,46 @@ def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve
     learner.close(1.0)
 
 
+def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("buffer.service._MAX_TURN_MESSAGES", 1)
+    now = [1000.0]
+    config = CONFIG.model_copy(update={"lease_timeout_s": 10.0})
+    service = BufferService(config, facts(max_lag="unbounded"), tmp_path / "buffer", clock=lambda: now[0])
+    address = service.bind()
+
+    def answered(future):
+        deadline = time.monotonic() + LIMIT_S
+        while not future.done():
+            assert time.monotonic() < deadline
+            service.turn()
+        return future.result()
+
+    def client(role, name):
+        made = BufferClient(address, run_id="r", role=role, name=name, config=CONFIG)
+        answered(made.hello())
+        return made
+
+    learner, actors = client("learner", "learner"), [client("actor", f"actor-{i}") for i in range(3)]
+    incarnation = answered(learner.begin_incarnation(0, 0)).incarnation
+    answered(learner.published(incarnation, 0))
+    leases = [answered(actor.lease(1)).leases[0] for actor in actors]
+    pushed = [
+        actor.push(make_trajectory(lease, 0, seq=0, actor=f"actor-{i}"))
+        for i, (actor, lease) in enumerate(zip(actors[:2], leases[:2], strict=True))
+    ]
+    time.sleep(0.5)  # they are there
+    now[0] += 61.0
+    assert [answered(each).outcome for each in pushed] == ["committed", "committed"]
+    assert answered(learner.status()).ledger["failed"] == 0
+    now[0] += 2.0  # of the third nothing came
+    while not answered(learner.status()).ledger["failed"]:
+        now[0] += 0.1
+        assert now[0] < 1100.0
+    for each in (learner, *actors):
+        each.close(0.1)
+    service.close()
+
+
 def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
     service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})

@@ -186,6 +186,15 @@ def test_the_bound_is_a_multiple_of_the_step_rounded_up(refill, num_groups, most
     assert most_set_aside(refill, num_groups) == most
 
 
+def test_a_shard_without_a_part_in_a_step_has_its_bound_anew_for_the_next(make):
+    buffer, actor = started(make, refill=0.5)
+    generate(buffer, actor, 2, EQUAL)
+    assert counted(buffer, "uninformative") == [2]
+    buffer.ask(p.StepFinished(1, 1, 0, took_part=False), p.Done)
+    generate(buffer, actor, 1, EQUAL)
+    assert counted(buffer, "uninformative") == [4]
+
+
 def test_every_shard_has_its_part_of_the_bound():
     config, num_shards = BufferConfig(refill_uninformative=2.0), 2
     shares = [

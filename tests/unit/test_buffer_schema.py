@@ -11,6 +11,7 @@ from buffer import rows, schema
 from buffer.config import MAX_GROUP_SIZE
 from buffer.errors import BadBody
 from buffer.ingest import faults
+from buffer.rows import bounds_of
 from buffer.trajectory import SCHEMA_VERSION, VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
@@ -230,3 +231,9 @@ def test_a_bomb_of_json_costs_no_objects_and_a_text_that_is_none_is_named():
     tracemalloc.stop()
     assert found == {1: "columns are not JSON"}
     assert peak < 3 * len(bomb)
+
+
+def test_offsets_that_are_no_integers_of_32_bits_are_refused_and_never_wrap_round():
+    assert bounds_of([2**30, 2**30 - 1]).tolist() == [0, 2**30, 2**31 - 1]
+    with pytest.raises(ValueError, match="has 3221225472 items"):
+        bounds_of([2**30] * 3)

@@ -9,6 +9,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
 from buffer.scoring import HELD_S
 from tests.trajectories import decode
+from tests.unit.test_buffer_damaged import flip, put_back
 from tests.world.buffer import Actor, generate, train
 
 TOKENS = 7
@@ -101,6 +102,16 @@ def test_scores_of_a_record_that_never_was_are_refused(buffer, record):
     generate(buffer, Actor(buffer), 1)
     with pytest.raises(BufferRefused, match=f"record {record} is not in the buffer: there was never one"):
         write(buffer, [record])
+
+
+def test_a_group_that_is_damaged_leaves_and_keeps_nobody_elses_samples_back(buffer):
+    damaged, *sound = generate(buffer, Actor(buffer), 4)
+    record = buffer.store.read(lambda tx: tx.groups.require(damaged).records[0])
+    kept = flip(buffer, "records", record, at=40)
+    assert [*dict.fromkeys(take(buffer).values())] == sound
+    assert buffer.store.read(lambda tx: tx.groups.require(damaged).phase) == "closed"
+    assert buffer.status().ledger["gap"] == 0
+    put_back(buffer, kept)
 
 
 def test_samples_that_no_step_takes_are_not_handed_out(make):

@@ -1,5 +1,6 @@
 """How a buffer is divided into shards, and what one of them knows of it: pure functions and rules, no sockets."""
 
+import numpy as np
 import pytest
 
 from buffer import protocol as p
@@ -228,6 +229,19 @@ def test_a_shard_keeps_its_part_of_the_capacity(tmp_path):
 
 def test_a_step_is_divided_in_proportion_to_what_is_eligible():
     assert divide_step(8, {0: supply(12), 1: supply(6), 2: supply(6)}, in_order=False) == {0: 4, 1: 2, 2: 2}
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "ready"), [(12, [50] * 8), (2, [100, 101, 102, 103]), (4, [30, 3]), (6, [78, 72, 60, 72])]
+)
+def test_under_replay_a_shard_gives_in_proportion_over_many_steps_whatever_is_rounded(num_groups, ready):
+    given = np.zeros(len(ready))
+    for step in range(2000):
+        supplies = {shard: supply(num) for shard, num in enumerate(ready)}
+        for shard, num in divide_step(num_groups, supplies, in_order=False, step=step).items():
+            given[shard] += num
+    assert given.sum() == 2000 * num_groups
+    assert given / given.sum() == pytest.approx(np.array(ready) / sum(ready), rel=0.05)
 
 
 def test_a_step_takes_no_more_than_a_shard_has_or_can_promise():

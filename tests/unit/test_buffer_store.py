@@ -1,5 +1,6 @@
 """The store: damage, size, verification, and who may open it."""
 
+import errno
 import json
 import os
 import subprocess
@@ -165,3 +166,24 @@ def test_a_store_is_refused_to_a_second_owner_another_run_and_when_cut_off(tmp_p
 def test_a_capacity_below_what_may_be_outstanding_is_refused(tmp_path):
     with pytest.raises(StoreError, match="capacity_trajectories = 4"):
         InProcessBuffer(tmp_path, facts(), BufferConfig(capacity_trajectories=4))
+
+
+@pytest.mark.parametrize(
+    ("said", "probe", "is_full"),
+    [
+        ("No space left on device", None, True),
+        ("Disk quota exceeded", None, True),
+        ("Input/output error", None, False),
+        ("Input/output error", errno.EDQUOT, True),
+        ("Input/output error", errno.EIO, False),
+    ],
+)
+def test_a_quota_that_is_met_is_a_full_disk(make, monkeypatch, said, probe, is_full):
+    store = make().store
+
+    def allocate(*_):
+        if probe is not None:
+            raise OSError(probe, "no")
+
+    monkeypatch.setattr("os.posix_fallocate", allocate)
+    assert store._is_full(lmdb.Error(f"mdb_txn_commit: {said}")) == is_full
