@@ -29,7 +29,7 @@ from buffer.schema import start_fault
 from buffer.sharding.core import ShardCore
 from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
-from buffer.upkeep import Stages, Upkeep
+from buffer.upkeep import Hearing, Stages, Upkeep
 from common.memory import keep_freed_memory
 from common.rpc.auth import ServiceKeys
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
@@ -51,9 +51,6 @@ _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
 _FULL_HEARD_S = 5.0
 """So long after it a push that was put off has been tried again."""
-_STILL_S = 1.0
-"""A disk that hangs, or a machine that is paused, for longer is no reason to lose leases."""
-_UNREAD_S = 60.0
 _SET_ASIDE_S = 0.25
 _MAX_UNWRITTEN = 512
 """Messages that cannot be read are written down with the next commit that others ask for, or after so long or so
@@ -168,11 +165,7 @@ class BufferService:
         self._full_until = 0.0
         """Until then the disk is taken to be full: nothing is written of which no message asks."""
         self._full_because = ""
-        self._listened_at = clock()
-        self._settles_at = float("-inf")
-        """After it stood still: until then messages come in that were sent before."""
-        self._unread_since: float | None = None
-        """Since when more messages lie there than a turn takes; None: all were read."""
+        self._hearing = Hearing(clock)
 
     def bind(self) -> str:
         """Bind, and return the address for clients. With port 0, the port of the last run in this folder is kept.
@@ -203,7 +196,7 @@ class BufferService:
         self._upkeep.run()
         due, now = self._core.leases.due_in_s(), self._clock()
         is_aside_due = len(self._unwritten) >= _MAX_UNWRITTEN or (bool(self._unwritten) and now >= self._write_at)
-        is_due = due is not None and due <= 0 and self._has_heard_all(now)
+        is_due = due is not None and due <= 0 and self._hearing.is_complete(now)
         has_news = bool(self._parked) or is_due or is_aside_due
         if not asked and not (has_news and now >= self._full_until):
             return
@@ -268,28 +261,23 @@ class BufferService:
             waits.append(self._write_at - now)
         if now >= self._full_until:
             waits += [parked.deadline - now for parked in self._parked.values()]
-            waits += [max(due, self._settles_at - now) for due in [self._core.leases.due_in_s()] if due is not None]
+            due = self._core.leases.due_in_s()
+            waits += [] if due is None else [max(due, self._hearing.settles_in_s(now))]
         has_messages = self._rpc.poll(min(waits))
-        stood_still_s = max(now - self._listened_at, self._clock() - now - max(0.0, min(waits)))
-        self._listened_at = self._clock()
-        # once in ten seconds: one that is slow at every turn goes on losing leases, with what it has read
-        if stood_still_s > _STILL_S and self._listened_at > self._settles_at + 10 * _STILL_S:
-            self._settles_at = self._listened_at + _STILL_S
+        self._hearing.listened(now, min(waits))
         self._stages.end("wait")
         if not has_messages:
-            self._unread_since = None
+            self._hearing.read(is_all=True)
             return []
         messages: list[list[zmq.Frame]] = []
         size = 0
         while len(messages) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES:
             frames = self._rpc.receive()
             if frames is None:
-                self._unread_since = None
                 break
             messages.append(frames)
             size += sum(map(len, frames))
-        else:
-            self._unread_since = self._listened_at if self._unread_since is None else self._unread_since
+        self._hearing.read(is_all=len(messages) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES)
         requests = [self._rpc.open(frames) for frames in messages]
         self._stages.end("receive")
         arrivals = opened(requests, self._upkeep.watch.pushes_wait_for)
@@ -312,7 +300,7 @@ class BufferService:
                 reply = self._completed(each.message, answer[0])
                 outbox.append(_Outgoing(each.identity, each.request_id, reply, answer[1]))
         now = self._clock()
-        if self._has_heard_all(now):
+        if self._hearing.is_complete(now):
             self._core.leases.expire_due(tx)
         for key, waiting in list(parked.items()):
             answer = self._draw(tx, waiting.request)
@@ -323,14 +311,6 @@ class BufferService:
                 outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
         self._stages.end("index")
         return _Answers(outbox, parked, blames)
-
-    def _has_heard_all(self, now: float) -> bool:
-        """Was everything read that was sent in time? A lease that was renewed, or whose samples lie there, is not over.
-
-        Who never comes to an end of it does not wait for ever.
-        """
-        is_read = self._unread_since is None or now - self._unread_since > _UNREAD_S
-        return is_read and now >= self._settles_at
 
     def _pushes_wait_for(self, now: float) -> str:
         """What keeps samples that were generated out of the store; '' where nothing does."""

@@ -1,4 +1,4 @@
-"""What the service does beside answering: it syncs, watches who reads the store, and scrubs records.
+"""What the service does beside answering: it syncs, watches who reads the store, scrubs, and knows what it has heard.
 
 Each task has its time between two turns, and takes a few milliseconds of it.
 """
@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from math import inf
 
 from buffer.config import BufferConfig
 from buffer.errors import CorruptRecord, StoreBusy
@@ -31,6 +32,9 @@ _WARN_AFTER_S = 5.0
 _SLACK_BYTES = 16 * 2**20
 _SCRUB_EVERY_S = 0.2
 _SCRUB_BYTES = 4 * 2**20
+_STILL_S = 1.0
+"""A disk that hangs, or a machine that is paused, for longer is no reason to lose leases."""
+_UNREAD_S = 60.0
 
 
 class Stages:
@@ -180,3 +184,44 @@ class Scrub:
                 self.num_damaged = max(self.num_damaged, len(self._found))
                 log.error("scrubbing found the block of record %d damaged: %s", record, error)  # noqa: TRY400 - the text says all
         return None
+
+
+class Hearing:
+    """Was everything read that was sent in time? A lease that was renewed, or whose samples lie there, is not over.
+
+    A service may have stood still, on a disk that hangs or a machine that was paused, or have more to read than it
+    takes at once. One that never comes to an end of it does not wait for ever.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Begin to listen."""
+        self._clock = clock
+        self._listened_at = clock()
+        self._settles_at = -inf
+        """After it stood still: until then messages come in that were sent before."""
+        self._unread_since: float | None = None
+
+    def listened(self, since_s: float, wait_s: float) -> None:
+        """It waited for messages from `since_s` on, for `wait_s` at most, and does so no longer."""
+        now = self._clock()
+        stood_still_s = max(since_s - self._listened_at, now - since_s - max(0.0, wait_s))
+        # once in ten seconds: a service that is slow at every turn goes on losing leases, by what it has read
+        if stood_still_s > _STILL_S and now > self._settles_at + 10 * _STILL_S:
+            self._settles_at = now + _STILL_S
+        self._listened_at = now
+
+    def read(self, *, is_all: bool) -> None:
+        """It took what was there, or as much as it takes at once."""
+        if is_all:
+            self._unread_since = None
+        elif self._unread_since is None:
+            self._unread_since = self._listened_at
+
+    def settles_in_s(self, now: float) -> float:
+        """Seconds until what was sent while it stood still has come in."""
+        return max(0.0, self._settles_at - now)
+
+    def is_complete(self, now: float) -> bool:
+        """Was it?"""
+        is_read = self._unread_since is None or now - self._unread_since > _UNREAD_S
+        return is_read and now >= self._settles_at

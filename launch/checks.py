@@ -19,11 +19,11 @@ from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError, as_config_error
-from launch.gpus import check_gpus, describe_gpus, lacking_gpus, without_gpu
-from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login
+from launch.gpus import check_gpus, describe_gpus, lacking_here
+from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, check_folder, has_wandb_login
 from launch.model_folder import check_frozen, check_model, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
-from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
+from launch.pools import actor_pools, scorer_pools, serving_dtypes
 from launch.run_folder import (
     RecordedFacts,
     RunFolder,
@@ -184,7 +184,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     Raises:
         ConfigError: one sentence that names the key, the reason and what to try.
     """
-    _check_folder()
+    check_folder()
     if resumed is None:
         if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
             raise ConfigError(already_there(root))
@@ -217,26 +217,12 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         model,
         task,
         run_id=uuid.uuid4().hex if resumed is None else resumed.run_id,
-        lacking=_lacking_here(config),
+        lacking=lacking_here(config),
         keys=_keys(config),
         recorded=check_offline(config, model, resumed),
     )
     _check_shares(plan)
     return plan
-
-
-def _check_folder() -> None:
-    """Ray has every worker look for modules in the folder that the command was started in first, and ours are there."""
-    ours, here = Path(__file__).resolve().parents[1], Path.cwd()
-    if here == ours:
-        return
-    for package in ("actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync"):
-        for other in (here / f"{package}.py", here / package / "__init__.py"):
-            if other.exists():
-                raise ConfigError(
-                    f"{other} would be imported by the run's processes in place of Leeway's own {package}, which is in "
-                    f"{ours}: start the command in another folder"
-                )
 
 
 def _check_shares(plan: Plan) -> None:
@@ -304,27 +290,6 @@ def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFac
             import_limit_s=limit_s,
             teachers=tuple(config.model.teachers),
         )
-
-
-def _lacking_here(config: Config) -> str:
-    """What the workers reserve and this machine has not, where Ray starts here and no host joins it."""
-    if config.launch.ray_address is not None:
-        return ""
-    import torch
-
-    pools = [*stage_pools(config), *actor_pools(config)]
-    for kind, there in (("GPU", torch.cuda.device_count()), ("CPU", os.cpu_count() or 1)):
-        asking = [pool for pool in pools if pool.bundle.get(kind)]
-        wanted, key = sum(pool.count * pool.bundle[kind] for pool in asking), f"{kind.lower()}s"
-        if wanted > there:
-            return (
-                f"{key} of the workers add up to {wanted:g} ({'; '.join(pool.describe() for pool in asking)}), and "
-                f"this machine has {there}: lower {key} or the number of workers, or join a cluster with "
-                "launch.ray_address; leeway doctor says what is seen here"
-            )
-        if kind == "GPU" and asking and (lacks := without_gpu(config, there) or lacking_gpus(config)):
-            return lacks
-    return ""
 
 
 def _is_to_be_made(config: Config) -> bool:

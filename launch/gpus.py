@@ -5,7 +5,7 @@ gigabyte of it for as long as the run lives.
 
     check_gpus     what the config alone says wrong
     shared         who may come to share one, and how much of its memory they take together
-    lacking_gpus   what it asks for, and this machine has not
+    lacking_here   what it asks for, of CPUs too, and this machine has not
     stage_need     what training takes of a stage's GPU
 """
 
@@ -210,7 +210,28 @@ def too_full(neighbours: Neighbours) -> str:
 # --- what this machine has ---------------------------------------------------------------------------
 
 
-def without_gpu(config: Config, num_gpus: int) -> str:
+def lacking_here(config: Config) -> str:
+    """What the workers reserve and this machine has not, where Ray starts here and no host joins it."""
+    if config.launch.ray_address is not None:
+        return ""
+    import torch
+
+    pools = [*stage_pools(config), *actor_pools(config)]
+    for kind, there in (("GPU", torch.cuda.device_count()), ("CPU", os.cpu_count() or 1)):
+        asking = [pool for pool in pools if pool.bundle.get(kind)]
+        wanted, key = sum(pool.count * pool.bundle[kind] for pool in asking), f"{kind.lower()}s"
+        if wanted > there:
+            return (
+                f"{key} of the workers add up to {wanted:g} ({'; '.join(pool.describe() for pool in asking)}), and "
+                f"this machine has {there}: lower {key} or the number of workers, or join a cluster with "
+                "launch.ray_address; leeway doctor says what is seen here"
+            )
+        if kind == "GPU" and asking and (lacks := _without_gpu(config, there) or _lacking_gpus(config)):
+            return lacks
+    return ""
+
+
+def _without_gpu(config: Config, num_gpus: int) -> str:
     """Which worker has no place on so many GPUs, of which one must have room for all of its part; '' where all have."""
     pools = [*stage_pools(config), *actor_pools(config)]
     parts = [(pool.bundle.get("GPU", 0.0), pool.name) for pool in pools for _ in range(pool.count)]
@@ -228,7 +249,7 @@ def without_gpu(config: Config, num_gpus: int) -> str:
     return ""
 
 
-def lacking_gpus(config: Config) -> str:
+def _lacking_gpus(config: Config) -> str:
     """What the workers need of this machine's GPUs beside their number, and do not find; '' where nothing."""
     import torch
 

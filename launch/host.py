@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from launch.errors import ConfigError
+
 OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
 CONNECT_S = 3.0
@@ -83,6 +85,24 @@ def role_processes() -> Iterator[FoundProcess]:
             continue
         if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in mine:
             yield FoundProcess(output.parent.parent, output.stem, process)
+
+
+def check_folder() -> None:
+    """Ray has every worker look for modules first in the folder that the command was started in.
+
+    Raises:
+        ConfigError: one there has a name of ours.
+    """
+    ours, here = Path(__file__).resolve().parents[1], Path.cwd()
+    if here == ours:
+        return
+    for package in ("actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync"):
+        for other in (here / f"{package}.py", here / package / "__init__.py"):
+            if other.exists():
+                raise ConfigError(
+                    f"{other} would be imported by the run's processes in place of Leeway's own {package}, which is in "
+                    f"{ours}: start the command in another folder"
+                )
 
 
 def sessions_folder() -> Path:

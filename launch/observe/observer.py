@@ -261,7 +261,6 @@ class Observer:
             if row.get("mismatch/lag0_abs") is not None:
                 self.status.mismatch_lag0_abs = row["mismatch/lag0_abs"]
             self._lag0 |= {name: mean for name, (mean, num_tokens) in lag0_by_actor.items() if num_tokens}
-            # by the learner's clock, at the ends of steps: of a step that is longer than the window nothing is left out
             self._trained.begin(row["started_s"] - (row.get("time/wait_for_batch") or 0.0))
             self._trained.update(row["finished_s"], self._trained_tokens)
             row["perf/trained_tokens_per_s"] = self._trained.value()

@@ -92,7 +92,7 @@ class Rate:
             self._points.pop(0)
 
     def begin(self, now_s: float) -> None:
-        """Count from 0 at `now_s`, where nothing was told before."""
+        """Count from 0 at `now_s`, where nothing was told before: so the first step counts, however long it was."""
         if not self._points:
             self._points.append((now_s, 0.0))
 

@@ -13,6 +13,7 @@ from launch.config import ModelConfig, load_config
 from launch.errors import ConfigError
 from launch.gpus import (
     Gpu,
+    _without_gpu,
     check_gpus,
     describe_gpus,
     gpu_processes,
@@ -21,7 +22,6 @@ from launch.gpus import (
     stage_need,
     too_small,
     unfit,
-    without_gpu,
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -183,7 +183,7 @@ def test_a_dry_run_names_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path, driv
     ],
 )
 def test_a_part_of_a_gpu_has_a_place_only_where_one_gpu_has_all_of_it(overrides, num_gpus, lacks):
-    said = without_gpu(demo(*overrides), num_gpus)
+    said = _without_gpu(demo(*overrides), num_gpus)
     assert (bool(said), lacks in said) == (bool(lacks), True), said
 
 

@@ -14,12 +14,11 @@ import pytest
 from common.costs import Moments
 from launch import planner as planning
 from launch import plans, profiling
-from launch.checks import _lacking_here
 from launch.cli import main
 from launch.config import load_config
 from launch.doctor.machine import MachineNeeds
 from launch.errors import ConfigError
-from launch.gpus import Gpu
+from launch.gpus import Gpu, lacking_here
 from launch.planner import Planner
 from launch.plans import Host, read_hosts, read_plan, world_of
 from launch.pools import actor_pools
@@ -173,7 +172,7 @@ def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypat
     candidates = made(*told, hosts=[Host("here", frozenset(), 4.0, 0.0, is_here=True)]).find(say)
     assert candidates
     for each in candidates:
-        assert _lacking_here(load_config(DEMO, [*plans.as_overrides(each.keys), *told])) == ""
+        assert lacking_here(load_config(DEMO, [*plans.as_overrides(each.keys), *told])) == ""
     best = max(each.keys["learner.num_replicas"] for each in candidates)
     assert best == 2, "what a scorer reserves, which may be given up, is no reason to have fewer"
 
