@@ -59,7 +59,7 @@ class EngineStats:
         self._interrupted_s = -float("inf")
         self._kv_usage = 0.0
         self._num_preempted = self._num_ended = 0
-        self._num_interrupted = 0
+        self._num_in_step = self._num_interrupted = 0
         """Preemptions to come that an update asked for."""
         self._queued_s = 0.0
         self.cache: KvCache | None = None
@@ -85,12 +85,13 @@ class EngineStats:
         Where what runs is computed anew, it was preempted for that, and not for want of room.
         """
         self._interrupted_s = self._clock()
-        self._num_interrupted = self._running if recomputes else 0
+        self._num_interrupted = self._num_in_step if recomputes else 0
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         """One step of the engine, as vLLM tells it."""
         if scheduler is not None:
             self._kv_usage = max(self._kv_usage, scheduler.kv_cache_usage)
+            self._num_in_step = scheduler.num_running_reqs
         if iteration is None or not iteration.num_generation_tokens:
             return
         self._num_steps += 1

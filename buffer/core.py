@@ -140,6 +140,7 @@ class BufferCore:
         try:
             return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
         except ValueError as error:
+            self.steps.release_from(tx, draw.step)  # else a learner with smaller steps would be given it again
             text = f"step {draw.step} is too large for a message: {error}: lower groups_per_step"
             raise BufferRefused(text) from error
 

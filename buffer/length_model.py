@@ -270,7 +270,7 @@ class LengthModel:
             shape.noise_sum = keep * shape.noise_sum + within
             shape.noise_weight = keep * shape.noise_weight + (size - 1)
         shown = mean - shape.level
-        shape.spread_sum = keep * shape.spread_sum + shown**2 - shape.noise / size
+        shape.spread_sum = max(0.0, keep * shape.spread_sum + shown**2 - shape.noise / size)
         shape.spread_weight = keep * shape.spread_weight + 1.0
         visit = self.get(prompt)
         if visit is not None and version > visit.version:

@@ -192,8 +192,8 @@ class BufferService:
 
     def turn(self) -> None:
         """Wait for messages or a deadline, and answer what there is."""
-        asked = self._turn_away(self._receive())
         self._upkeep.run()
+        asked = self._turn_away(self._receive())
         due, now = self._core.leases.due_in_s(), self._clock()
         is_aside_due = len(self._unwritten) >= _MAX_UNWRITTEN or (bool(self._unwritten) and now >= self._write_at)
         is_due = due is not None and due <= 0 and self._hearing.is_complete(now)

@@ -224,4 +224,4 @@ class Hearing:
     def is_complete(self, now: float) -> bool:
         """Was it?"""
         is_read = self._unread_since is None or now - self._unread_since > _UNREAD_S
-        return is_read and now >= self._settles_at
+        return is_read and now >= self._settles_at and now - self._listened_at <= _STILL_S

@@ -104,9 +104,12 @@ def _is_whole() -> bool:
     and `venv` leaves a Python without pip behind where it fails.
     """
     made_as = VENV / "pyvenv.cfg"
-    settings = dict(line.split(" = ", 1) for line in made_as.read_text().splitlines()) if made_as.is_file() else {}
-    is_moved = not settings.get("command", str(VENV)).endswith(str(VENV))  # other makers of environments do not say
-    return PYTHON.exists() and not is_moved and _is_installed("pip")
+    lines = made_as.read_text().splitlines() if made_as.is_file() else []
+    settings = {key.strip(): value for key, _, value in (line.partition("=") for line in lines)}
+    _, _, place = settings.get("command", "").partition(" -m venv ")  # other makers of environments do not say it
+    made_at = Path(place[place.find("/") :]) if "/" in place else VENV
+    is_here = made_at.exists() and made_at.samefile(VENV)  # through a link, perhaps
+    return PYTHON.exists() and is_here and _is_installed("pip")
 
 
 def _install_torch(extra: str, constraints: list[str]) -> None:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -232,21 +233,28 @@ def lacking_here(config: Config) -> str:
 
 
 def _without_gpu(config: Config, num_gpus: int) -> str:
-    """Which worker has no place on so many GPUs, of which one must have room for all of its part; '' where all have."""
-    pools = [*stage_pools(config), *actor_pools(config)]
-    parts = [(pool.bundle.get("GPU", 0.0), pool.name) for pool in pools for _ in range(pool.count)]
-    free = [_UNITS] * (num_gpus - int(sum(part for part, _ in parts if part >= 1)))
-    for part, name in sorted(((part, name) for part, name in parts if 0 < part < 1), reverse=True):
-        units = max(1, round(part * _UNITS))
-        place = next((number for number, left in enumerate(free) if left >= units), None)
-        if place is None:
-            each = "; ".join(pool.describe() for pool in pools if pool.bundle.get("GPU"))
-            return (
-                f"a worker of pool '{name}' asks for {part:g} of a GPU, and beside the others ({each}) none of this "
-                f"machine's {num_gpus} has as much left: lower gpus, or the number of workers"
-            )
-        free[place] -= units
-    return ""
+    """Why so many GPUs have no place for all workers, of which a part is of one GPU; '' where they have."""
+    pools = [pool for pool in (*stage_pools(config), *actor_pools(config)) if pool.bundle.get("GPU")]
+    parts = [pool.bundle["GPU"] for pool in pools for _ in range(pool.count)]
+    whole = num_gpus - int(sum(part for part in parts if part >= 1))
+    shares = sorted((max(1, round(part * _UNITS)) for part in parts if part < 1), reverse=True)
+    if _fit(tuple(shares), (_UNITS,) * whole):
+        return ""
+    each = "; ".join(pool.describe() for pool in pools)
+    return (
+        f"not all parts of a GPU that the workers ask for ({each}) have a place on this machine's {num_gpus}, however "
+        "they are put together: lower gpus, or the number of workers"
+    )
+
+
+@cache
+def _fit(shares: tuple[int, ...], free: tuple[int, ...]) -> bool:
+    """Can each of these be taken of one of those? The largest are tried first."""
+    if not shares:
+        return True
+    first, *others = shares
+    rests = {tuple(sorted((*free[:i], left - first, *free[i + 1 :]))) for i, left in enumerate(free) if left >= first}
+    return any(_fit(tuple(others), rest) for rest in sorted(rests))
 
 
 def _lacking_gpus(config: Config) -> str:

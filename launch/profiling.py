@@ -397,15 +397,16 @@ def _told_apart(config: Config) -> list[str]:
 _CHILD = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
+    "sys.path.insert(0, sys.argv[1])\n"
     "from launch.cli import main\n"
-    "sys.exit(main(sys.argv[1:]))"
+    "sys.exit(main(sys.argv[2:]))"
 )
 """`leeway` in a process that ends with the one that started it."""
 
 
 def _run(config: Path, arguments: Sequence[str], folder: RunFolder, log: Path, say: Say) -> None:
     """Train until there is enough to see, and end that in order."""
-    command = [sys.executable, "-P", "-c", _CHILD, "train", str(config), *arguments]
+    command = [sys.executable, "-P", "-c", _CHILD, str(Path(__file__).parents[1]), "train", str(config), *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:

@@ -144,12 +144,14 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         identity = RunIdentity(
             run_id=plan.run_id, task_fingerprint=fingerprint, started_s=starts, recorded=plan.recorded
         )
+        if earlier is None:
+            folder.write_identity(identity)
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
         # each actor looks for it on its own host, and finds it made where that is this one
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
             folder.update(config)  # not before: a run that is not gone on with stays as it was
-        folder.write_identity(identity)
+            folder.write_identity(identity)
         half_made.pop_all()
     return plan, context, exporter, tracker
 

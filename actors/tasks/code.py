@@ -81,9 +81,10 @@ def source_of(completion: str) -> str:
     """Of the block that is open."""
     for line in completion.split("\n"):
         fence = line.strip()
-        if fence.startswith(_FENCE) and (language is None or _OPENS.fullmatch(fence)):  # one before was never closed
-            told = _LANGUAGE.match(fence)
-            language, block = (told[1] if told else "").lower(), []
+        named = (told[1] if (told := _LANGUAGE.match(fence)) else "").lower()
+        is_python = named in _PYTHON - {""} and _OPENS.fullmatch(fence) is not None  # one before was never closed
+        if fence.startswith(_FENCE) and (language is None or is_python):
+            language, block = named, []
         elif language is not None and fence == _FENCE:
             found, language = (_text_of(block) if language in _PYTHON else found), None
         elif language is not None:

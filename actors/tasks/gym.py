@@ -39,7 +39,7 @@ def gym_problems(config: ReasoningGymTask) -> Split:
     dataset = _dataset(config)
     template = Template(config.template)
     split = Split(config.heldout_share, config.num_train, config.num_heldout)
-    limit = _most_items(config)
+    limit = min(_most_items(config), dataset.size)
     prompts: set[str] = set()
     num_tried, last_new = 0, 0
     while not split.full:

@@ -24,6 +24,9 @@ _LONGEST_PAUSE_S = 120.0
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
 """A number after it is not part of what is said before it."""
+_LISTED = re.compile(r"(?m)^[\s>*-]*\d+[.)]\s")
+"""The number of an entry of a list."""
+_IS_RATING = re.compile(r"(?i)rating|score|grade|overall|final|total|verdict|mark")
 _MARKUP = re.compile(r"[\s*_`$\\(){}\[\]]+")
 _SAYS_MORE = re.compile(r"(?:[^\w.!?;\n]|_)*(?:[=:]|[^\W_])")
 """What follows a number that is not the rating: `10 = best`, `10 is the best`."""
@@ -133,13 +136,12 @@ def _reward(answer: str, config: Judge) -> float | NoScore:
 
 def _rating(answer: str, low: float, high: float) -> float | None:
     """The last number, of "8/10" the 8; None where another one may be the rating just as well."""
-    _, *pieces = _NUMBER.split(answer)
-    numbers = [float(number) for number in pieces[::2]]
-    between = [_MARKUP.sub(" ", text).strip().lower() for text in pieces[1:-1:2]]
+    if _rated(*_numbers_in(answer), high):
+        answer = _LISTED.sub("", answer)
+    numbers, pieces, between = _numbers_in(answer)
     if not between:
         return numbers[0] if numbers else None
-    last, neighbours = numbers[-1], zip(numbers, between, numbers[1:], strict=False)
-    rated = {one for one, text, most in neighbours if text in _OF_A_SCALE and most == high}
+    last, rated = numbers[-1], _rated(numbers, pieces, between, high)
     if between[-1] in _OF_A_SCALE:
         return numbers[-2] if last == high else None
     if last in (low, high) and any(low <= one <= high and one != last for one in numbers):
@@ -147,10 +149,25 @@ def _rating(answer: str, low: float, high: float) -> float | None:
         *before, lead = _BREAK.split(pieces[-3])
         if not before or _MARKUP.sub("", lead) or _SAYS_MORE.match(pieces[-1]):
             return None
-    if rated - {last} and _MARKUP.sub("", _BREAK.split(pieces[-3])[-1]):
-        return None  # behind a rating of a scale, words in front of a number speak of something else
+    if rated - {last}:  # behind a rating of a scale, a number is one where it is called so
+        *_, label, lead = ["", *_BREAK.split(pieces[-3])]
+        if _MARKUP.sub("", lead) or not _IS_RATING.search(label):
+            return None
     is_end, is_beside, is_another = last in (low, high), not _BREAK.search(pieces[-3]), bool(rated - {last})
     return None if is_end + is_beside + is_another > 1 or between[-1] in _OF_A_RANGE else last
+
+
+def _numbers_in(answer: str) -> tuple[list[float], list[str], list[str]]:
+    """The numbers; numbers and what follows each, in turns; and what stands between two of them, without markup."""
+    _, *pieces = _NUMBER.split(answer)
+    between = [_MARKUP.sub(" ", text).strip().lower() for text in pieces[1:-1:2]]
+    return [float(number) for number in pieces[::2]], pieces, between
+
+
+def _rated(numbers: Sequence[float], _: Sequence[str], between: Sequence[str], high: float) -> set[float]:
+    """What is said to be of the whole scale, as the 8 of `8/10`."""
+    neighbours = zip(numbers, between, numbers[1:], strict=False)
+    return {one for one, text, most in neighbours if text in _OF_A_SCALE and most == high}
 
 
 def _template(name: str, config: Judge, columns: Collection[str]) -> Template:

@@ -284,9 +284,9 @@ class PromptCodec:
 
     def _ends_behind(self) -> int:
         """How many ends of a sequence the tokenizer puts behind a text: an answer would begin after its own end."""
-        (ids,) = self._tokenizer(["1"], add_special_tokens=True)["input_ids"]
+        (ids,), (bare,) = (self._tokenizer(["1"], add_special_tokens=added)["input_ids"] for added in (True, False))
         behind = len(ids)
-        while behind and ids[behind - 1] == self._tokenizer.eos_token_id:
+        while bare and behind and ids[behind - 1] == self._tokenizer.eos_token_id:
             behind -= 1
         return len(ids) - behind
 

@@ -9,6 +9,7 @@ epoch, lags in versions, tokens are completion tokens; null is "not known (yet)"
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -385,10 +386,17 @@ def look(folder: RunFolder) -> StatusView:
         raise StatusError(f"the run {folder.root} has only just begun; look again in a few seconds") from error
     now_s, owner = time.time(), owner_of(folder)
     # in a container that was started again, a command has the number of the one before
-    if owner is not None and (owner != status.pid or folder.claim.stat().st_mtime > status.written_s):
+    if owner is not None and (owner != status.pid or _began_s(folder) > status.written_s):
         who = f"a command (process {owner})" if owner else "a command"
         return StatusView(status, now_s, resuming=f"{who} is just going on with it")
     return StatusView(status, now_s, gone=_why_gone(folder, status, now_s, owner))
+
+
+def _began_s(folder: RunFolder) -> float:
+    """When a command claimed the run last; 0 where the folder is just removed."""
+    with contextlib.suppress(OSError):
+        return folder.claim.stat().st_mtime
+    return 0.0
 
 
 def _why_gone(folder: RunFolder, status: RunStatus, now_s: float, owner: int | None) -> str:

@@ -147,8 +147,8 @@ def spawn(
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
-        **dict.fromkeys(offline := [name for name in _OFFLINE if name not in os.environ], "1"),
-        OFFLINE_ENV: ",".join(name for name in offline if name not in (variables or {})),
+        **{name: os.environ.get(name, "1") for name in _OFFLINE},
+        OFFLINE_ENV: ",".join(name for name in _OFFLINE if name not in {**os.environ, **(variables or {})}),
         **(variables or {}),
     }
     if "GPU" not in on.bundle:

@@ -73,7 +73,6 @@ def test_what_the_service_of_weights_and_biases_writes_is_for_its_owner_only(tmp
 
     plan = check(load_config(ROOT / "examples" / "demo.toml"), tmp_path / "run")
     monkeypatch.setattr(train, "fetch_model", lambda model, is_there: tmp_path)
-    monkeypatch.setattr(train, "check_fetched", lambda *_: None)
     monkeypatch.setattr(train, "check_wandb", start_a_service)
     assert train.train(plan) == ExitStatus.WRONG_INPUT
     assert stat.S_IMODE((tmp_path / "of_the_service").stat().st_mode) == 0o600

@@ -20,8 +20,8 @@ def step(latencies, prompt_tokens=0, preempted=0, ended=()):
     )
 
 
-def cache(usage):
-    return SimpleNamespace(kv_cache_usage=usage)
+def cache(usage, running=2):
+    return SimpleNamespace(kv_cache_usage=usage, num_running_reqs=running)
 
 
 def test_contexts_grow_by_a_token_a_step_and_leave_with_their_request():
@@ -65,7 +65,7 @@ def test_the_step_that_an_update_fell_into_is_not_measured():
 
 def test_what_an_update_has_computed_anew_did_not_have_to_make_room():
     stats = EngineStats(Clock())
-    with stats.request(10), stats.request(10):
+    with stats.request(10), stats.request(10), stats.request(10):  # the third waits for a seat
         stats.record(cache(0.1), step([0.5], preempted=1))
         stats.interrupt(recomputes=True)
         stats.record(cache(0.1), step([0.5], preempted=2))

@@ -165,3 +165,18 @@ def test_a_checkout_that_was_moved_gets_an_environment_of_its_own(pip, monkeypat
         monkeypatch.setattr(bootstrap, name, moved / path)
     assert bootstrap.main([]) == 0
     assert fake.commands[0][1:] == ["-m", "venv", "--clear", str(moved / ".venv")]
+
+
+@pytest.mark.parametrize("how", ["a link", "by hand"])
+def test_an_environment_that_is_whole_is_kept_wherever_it_lies_and_whoever_made_it(pip, tmp_path, how):
+    fake = pip()
+    assert bootstrap.main([]) == 0
+    if how == "a link":
+        bootstrap.VENV.rename(tmp_path / "elsewhere")
+        bootstrap.VENV.symlink_to(tmp_path / "elsewhere")
+        (bootstrap.VENV / "pyvenv.cfg").write_text(f"command = python -m venv --clear {tmp_path / 'elsewhere'}\n")
+    else:
+        (bootstrap.VENV / "pyvenv.cfg").write_text("home=/usr/bin\n\nuv = 0.9\n")
+    fake.commands.clear()
+    assert bootstrap.main(["--repair"]) == 0
+    assert not any("venv" in words for words in fake.commands)

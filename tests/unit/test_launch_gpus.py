@@ -13,6 +13,7 @@ from launch.config import ModelConfig, load_config
 from launch.errors import ConfigError
 from launch.gpus import (
     Gpu,
+    _fit,
     _without_gpu,
     check_gpus,
     describe_gpus,
@@ -174,17 +175,24 @@ def test_a_dry_run_names_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path, driv
 @pytest.mark.parametrize(
     ("overrides", "num_gpus", "lacks"),
     [
-        (["--actors.gpus", "0.6", "--actors.num_actors", "3"], 2, "asks for 0.6 of a GPU"),
+        (["--actors.gpus", "0.6", "--actors.num_actors", "3"], 2, "not all parts of a GPU"),
         (["--actors.gpus", "0.6", "--actors.num_actors", "3"], 3, ""),
         (["--actors.gpus", "0.5", "--actors.num_actors", "4"], 2, ""),
         (["--actors.gpus", "0.3", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "1"], 2, ""),
         (["--actors.gpus", "0.4", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "0.6"], 2, ""),
-        (["--actors.gpus", "0.4", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "0.7"], 2, "asks for 0.4"),
+        (["--actors.gpus", "0.4", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "0.7"], 2, "not all parts"),
     ],
 )
 def test_a_part_of_a_gpu_has_a_place_only_where_one_gpu_has_all_of_it(overrides, num_gpus, lacks):
     said = _without_gpu(demo(*overrides), num_gpus)
     assert (bool(said), lacks in said) == (bool(lacks), True), said
+
+
+def test_parts_have_a_place_where_any_way_to_put_them_together_gives_them_one():
+    assert _fit((50, 40, 30, 30, 30, 20), (100, 100)), "though not the largest first, each where it fits"
+    assert not _fit((60, 60, 60), (100, 100))
+    assert _fit((10,) * 80, (100,) * 8)
+    assert not _fit((10,) * 81, (100,) * 8)
 
 
 # --- what training takes --------------------------------------------------------------------------
