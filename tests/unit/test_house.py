@@ -6,7 +6,7 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 206,
-    "lines": 50_550,
+    "lines": 50_570,
     "longest file": 477,
     "longest function": 60,
     "modules imported by exactly one other": 47,
