@@ -294,7 +294,7 @@ CASES = [
     Case("no variable", demo("--launch.env", '{"A-B" = "1"}'), ("'A-B' is no name of an environment variable",)),
     Case(
         "a variable that is no text",
-        demo("--launch.env.NCCL_DEBUG", "[1]"),
+        demo("--launch.env", "{NCCL_DEBUG = [1]}"),
         ("launch.env = [1]: input should be a valid string",),
     ),
     Case("more CPUs than there are", demo("--actors.cpus", "4000"), ("cpus of the workers add up to 8001",)),
