@@ -152,9 +152,10 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
 
 
 def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve, monkeypatch):
-    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    monkeypatch.setattr("buffer.service._FULL_PAUSE_S", 0.1)
-    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 0.5)
+    # between two tries of the push there is time for a draw, however busy the machine is
+    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.4)
+    monkeypatch.setattr("buffer.service._FULL_PAUSE_S", 0.05)
+    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 2.0)
     service = serve()
     actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
     learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
