@@ -59,7 +59,8 @@ class EngineStats:
         self._interrupted_s = -float("inf")
         self._kv_usage = 0.0
         self._num_preempted = self._num_ended = 0
-        self._num_in_step = self._num_interrupted = 0
+        self._num_in_step = 0
+        self._num_interrupted = 0
         """Preemptions to come that an update asked for."""
         self._queued_s = 0.0
         self.cache: KvCache | None = None

@@ -229,24 +229,23 @@ class Groups:
                 return
             group = tx.groups.require(first.group_id)
             excess -= sum(record != NO_RECORD for record in group.records)
-            # Small values share pages, which are given back one by one, so it is counted by values; the next run
-            # corrects it.
-            excess_bytes -= self._evict(tx, group)
+            if config.capacity_gib:
+                # Small values share pages, which are given back one by one, so it is counted by values; the next run
+                # corrects it.
+                stored = [record for record in group.records if record != NO_RECORD]
+                excess_bytes -= sum(tx.records.size(record) + tx.scores.size(record) for record in stored)
+            self._evict(tx, group)
 
-    def _evict(self, tx: Transaction, group: Group) -> int:
-        """Returns how many bytes of the file its samples took."""
-        freed_bytes = 0
+    def _evict(self, tx: Transaction, group: Group) -> None:
         self.move(tx, group, "waiting", "evicted_unused")
         group.phase = "closed"
         for record in group.records:
             if record != NO_RECORD:
-                freed_bytes += tx.records.size(record) + tx.scores.size(record)
                 tx.records.delete(record)  # where its block lies; of the others nothing lies there
                 tx.scores.delete(record)
                 tx.state.num_records -= 1
         group.records = [NO_RECORD] * len(group.records)
         self.save(tx, group)
-        return freed_bytes
 
     def checked_counts(self, tx: Transaction) -> dict[str, int]:
         """Every count by its name, the failed by kind, how many rows are quarantined, and 'gap': 0, or a bug."""

@@ -9,6 +9,7 @@ group has one lease at a time, so those that rest wait for those of their siblin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pyarrow as pa
 from msgspec.structs import replace
@@ -71,12 +72,10 @@ class Partials:
 
     def _read(self, tx: Transaction, group_id: int, index: int) -> bytes | None:
         """What is stored of a sample. What is damaged, or longer than a sample may be by now, is made anew."""
-        try:
+        with suppress(CorruptRecord):
             block = tx.partials.get(group_id, index)
             if block is None or num_tokens_in(block) <= self._facts.max_tokens:
                 return block
-        except CorruptRecord:
-            pass
         group = tx.groups.require(group_id)
         self._groups.forget_partial(tx, group, index)
         self._groups.save(tx, group)

@@ -25,7 +25,7 @@ from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import TABLES, Table, Transaction
-from common.files import sync
+from common.files import FULL, sync
 from common.run import RunFacts
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ PORT = "port"
 RESTORE = "restore it from a copy, or start a new run folder"
 _OWNER = "owner.lock"
 _NO_ROOM_BYTES = 2**20
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_READERS = 1024
 _OWN_RETRY_S = 1.0
 """A process that looks whether a folder is served holds its lock for a moment."""
@@ -242,7 +241,7 @@ class Store:
 
     def _is_full(self, error: lmdb.Error) -> bool:
         """Had the disk, or its quota, no room? LMDB calls a write that was cut short an input/output error."""
-        if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in _FULL):
+        if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in str(error) for number in FULL):
             return True
         return os.strerror(errno.EIO) in str(error) and not self._has_room()
 
@@ -254,7 +253,7 @@ class Store:
             with tempfile.TemporaryFile(dir=self.folder) as probe:  # a quota shows in no figure of the disk
                 os.posix_fallocate(probe.fileno(), 0, _NO_ROOM_BYTES)
         except OSError as error:
-            return error.errno not in _FULL
+            return error.errno not in FULL
         return True
 
     def read(self, look: Callable[[Transaction], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a disk, or of a quota, that has no room."""
 _LOCK_PAUSE_S = 0.05
 
 

@@ -87,6 +87,16 @@ def role_processes() -> Iterator[FoundProcess]:
             yield FoundProcess(output.parent.parent, output.stem, process)
 
 
+def ourselves(*arguments: str, first: str = "pass") -> list[str]:
+    """The command of `leeway` as it runs here, whatever lies in the current folder or is installed.
+
+    `first` is Python that its process runs before all else.
+    """
+    begin = "import sys; sys.path.insert(0, sys.argv[1]); from launch.cli import main; sys.exit(main(sys.argv[2:]))"
+    code = f"{first}; {begin}"
+    return [sys.executable, "-P", "-c", code, str(Path(__file__).parents[1]), *arguments]
+
+
 def check_folder() -> None:
     """Ray has every worker look for modules first in the folder that the command was started in.
 

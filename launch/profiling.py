@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -37,6 +36,7 @@ from launch.checks import check
 from launch.config import Config, load_config
 from launch.errors import ConfigError
 from launch.gpus import gpus_here
+from launch.host import ourselves
 from launch.observe.status import RunStatus, StatusError, read_status
 from launch.observe.trace import read
 from launch.pools import actor_pools
@@ -394,19 +394,12 @@ def _told_apart(config: Config) -> list[str]:
     return [*_as_it_is(), *changed]
 
 
-_CHILD = (
-    "import ctypes, os, signal, sys\n"
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
-    "sys.path.insert(0, sys.argv[1])\n"
-    "from launch.cli import main\n"
-    "sys.exit(main(sys.argv[2:]))"
-)
-"""`leeway` in a process that ends with the one that started it."""
+_ENDS_WITH_US = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"
 
 
 def _run(config: Path, arguments: Sequence[str], folder: RunFolder, log: Path, say: Say) -> None:
     """Train until there is enough to see, and end that in order."""
-    command = [sys.executable, "-P", "-c", _CHILD, str(Path(__file__).parents[1]), "train", str(config), *arguments]
+    command = ourselves("train", str(config), *arguments, first=_ENDS_WITH_US)
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from actors.sample import EvalResult
 from buffer.protocol import Status
-from common.files import write_whole
+from common.files import FULL, write_whole
 from common.hf_folder import ModelFolderError
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
@@ -55,8 +55,7 @@ from learner.checkpoint_meta import newest_progress
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
 EVALUATION_POLL_S = 0.1
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NOT_WRITTEN = _FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+_NOT_WRITTEN = FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """What a disk says that is full, broken, or not ours to write."""
 
 
@@ -71,7 +70,7 @@ def train(plan: Plan, earlier: History | None = None) -> ExitStatus:
         if error.errno not in _NOT_WRITTEN:
             raise
         root = plan.folder.root
-        hint = "free some space, then go on" if error.errno in _FULL else "once it can be written, go on"
+        hint = "free some space, then go on" if error.errno in FULL else "once it can be written, go on"
         status = refuse(f"the run folder {root} cannot be written: {error.strerror}; {hint}: leeway resume {root}")
     except BaseException:
         if was_abandoned():

@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from common.files import FULL
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsGone
@@ -35,8 +36,7 @@ from weight_sync.tensors import DTYPES
 
 NUM_COPIES = 2
 """Host copies of a stage's weights: one is written while the other is filled. A parent of deltas is one more."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_MAY_PASS = (*_NO_SPACE, errno.EIO, errno.EROFS, errno.EACCES)
+_MAY_PASS = FULL | {errno.EIO, errno.EROFS, errno.EACCES}
 FULL_EVERY = 50
 """Versions from one without a delta to the next: an error that no checksum saw lives no longer. It takes about as many
 bytes as fifty deltas, so as much crosses a network for it as for all that come in between."""
@@ -341,7 +341,7 @@ def _what_is_missing(error: OSError | TransferFailed, place: str) -> tuple[str, 
     """(what a version waits for, what to try)."""
     if isinstance(error, TransferFailed):
         return f"the weight service at {place} ({error})", "look at its log, and at the network between here and there"
-    if error.errno in _NO_SPACE:
+    if error.errno in FULL:
         return (
             f"space in {place} ({error.strerror})",
             "free some, lower weight_sync.keep_versions, or set weight_sync.folder to a larger disk",

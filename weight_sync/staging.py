@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import write_whole
+from common.files import FULL, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.delta import rebuild_file
@@ -37,7 +37,6 @@ from weight_sync.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEEP_VERSIONS = 2
 """The newest, and its parent for the next delta."""
 _MAX_DELTAS = 8
@@ -99,7 +98,7 @@ class HostStaging:
                 log.warning("%s", error)
                 lock = self._stage(client, manifest, document, dtype)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise
                 parent = () if manifest.parent is None else (PolicyVersion.parse(manifest.parent),)
                 log.warning("%s is full; older versions that nobody reads are removed", self.store.folder)
@@ -143,7 +142,7 @@ class HostStaging:
                 f"({error}). It is made anew with the next try; set [weight_sync] staging_dir to a folder that nothing "
                 "cleans up"
             )
-        hint = "it is full" if error.errno in _FULL else str(error)
+        hint = "it is full" if error.errno in FULL else str(error)
         return TransferFailed(
             f"version {version} cannot be kept in {self.store.folder}: {hint}. Set [weight_sync] staging_dir to a "
             "folder of this machine with room for four versions"

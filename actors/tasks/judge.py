@@ -136,12 +136,12 @@ def _reward(answer: str, config: Judge) -> float | NoScore:
 
 def _rating(answer: str, low: float, high: float) -> float | None:
     """The last number, of "8/10" the 8; None where another one may be the rating just as well."""
-    if _rated(*_numbers_in(answer), high):
-        answer = _LISTED.sub("", answer)
     numbers, pieces, between = _numbers_in(answer)
+    if _rated(numbers, between, high):
+        numbers, pieces, between = _numbers_in(_LISTED.sub("", answer))
     if not between:
         return numbers[0] if numbers else None
-    last, rated = numbers[-1], _rated(numbers, pieces, between, high)
+    last, rated = numbers[-1], _rated(numbers, between, high)
     if between[-1] in _OF_A_SCALE:
         return numbers[-2] if last == high else None
     if last in (low, high) and any(low <= one <= high and one != last for one in numbers):
@@ -164,7 +164,7 @@ def _numbers_in(answer: str) -> tuple[list[float], list[str], list[str]]:
     return [float(number) for number in pieces[::2]], pieces, between
 
 
-def _rated(numbers: Sequence[float], _: Sequence[str], between: Sequence[str], high: float) -> set[float]:
+def _rated(numbers: Sequence[float], between: Sequence[str], high: float) -> set[float]:
     """What is said to be of the whole scale, as the 8 of `8/10`."""
     neighbours = zip(numbers, between, numbers[1:], strict=False)
     return {one for one, text, most in neighbours if text in _OF_A_SCALE and most == high}

@@ -64,13 +64,11 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
     if isinstance(rule, CodeRule):
         return load_code(name, rule, look_up)
     matches = _matches_of(rule)
-    # within a text 5 is in 15 as well
-    texts_of: Callable[[object], tuple[str, ...]] = _as_text if isinstance(rule, ContainsRule) else _texts
 
     def value_of(problem: Problem, completion: str) -> float | NoScore | None:
         answer = look_up(problem)
         answers = answer if isinstance(answer, list) else [answer]
-        texts = dict.fromkeys(text for one in answers if one is not None for text in texts_of(one))
+        texts = dict.fromkeys(text for one in answers if one is not None for text in _texts(one, rule))
         found = [matches(text, completion) for text in texts]
         if unknown := [one for one in found if isinstance(one, NoScore)]:
             return rule.weight if True in found else unknown[0]
@@ -82,15 +80,12 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
     return call
 
 
-def _as_text(answer: object) -> tuple[str, ...]:
-    return (str(answer),)
-
-
-def _texts(answer: object) -> tuple[str, ...]:
-    """Each of which is the answer: 0.00005 is 5e-05 too, and 5.0 is 5."""
-    if isinstance(answer, float) and math.isfinite(answer):
-        return str(answer), np.format_float_positional(answer, trim="-")
-    return _as_text(answer)
+def _texts(answer: object, rule: RewardRule) -> list[str]:
+    """Each of which is the answer: 0.00005 is 5e-05 too, and 5.0 is 5; but not within a text, where 15 has a 5."""
+    texts = [str(answer)]
+    if isinstance(answer, float) and math.isfinite(answer) and not isinstance(rule, ContainsRule):
+        texts.append(np.format_float_positional(answer, trim="-"))
+    return texts
 
 
 def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:

@@ -7,22 +7,18 @@ says that it has no page.
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from launch.host import ourselves
 from launch.run_folder import RunFolder
 
-_CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from launch.cli import main; sys.exit(main(sys.argv[2:]))"
-"""`leeway` as it runs here, whatever lies in the current folder or is installed."""
 LIMIT_S = 60.0
 """A page that takes longer is given up."""
 
 
 def report_at_end(folder: RunFolder, event: Callable[[str, str], None], say: Callable[[str], None]) -> None:
     """Write the page of a run that is over, and say where it is; why there is none is an event too. Never raises."""
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-P", "-c", _CHILD, root, "report", str(folder.root), "--out", str(folder.report)]
+    command = ourselves("report", str(folder.root), "--out", str(folder.report))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]

@@ -2,11 +2,13 @@
 
 import pytest
 
+from launch.errors import ConfigError
+from launch.host import check_folder
 from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, single_use
 
 BOUNDS = {
     "files": 206,
-    "lines": 50_570,
+    "lines": 50_565,
     "longest file": 477,
     "longest function": 60,
     "modules imported by exactly one other": 47,
@@ -30,6 +32,15 @@ def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
 def test_the_checksum_by_which_hosts_of_a_cluster_are_compared_is_over_every_package():
     script = (ROOT / "launch" / "cluster_host.sh").read_text()
     assert f"find {' '.join(PACKAGES)} -name '*.py'" in script
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_of_ours_may_be_taken_for_one_in_the_folder_of_the_command(tmp_path, monkeypatch, package):
+    monkeypatch.chdir(tmp_path)
+    check_folder()
+    (tmp_path / f"{package}.py").touch()
+    with pytest.raises(ConfigError, match=f"in place of Leeway's own {package}"):
+        check_folder()
 
 
 ALONE = {
