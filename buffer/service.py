@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -203,11 +203,8 @@ class BufferService:
         try:
             outbox, self._parked, blames = self._store.write(lambda tx: self._answer(tx, asked))
         except StoreFull as error:
-            outbox, blames = self._let_wait(asked, str(error)), []
-            self._full_until, self._full_because = self._clock() + _FULL_PAUSE_S, str(error)
-            # What the failed turn did to leases is undone in the store, so their deadlines start anew too.
-            self._store.read(self._core.leases.restart)
-        self._unwritten.clear()  # on a full disk nonsense has no room
+            outbox, self._parked, blames = self._answer_on_full_disk(asked, str(error))
+        self._unwritten.clear()
         for blame in blames:
             self._senders.blame(*blame)
         self._stages.end("commit")
@@ -238,14 +235,31 @@ class BufferService:
                     asked.append(arrival)
         return asked
 
-    def _let_wait(self, asked: list[Asked], reason: str) -> list[_Outgoing]:
-        """Nothing of this turn could be written: ask everyone to send it again a little later."""
+    def _answer_on_full_disk(self, asked: list[Asked], reason: str) -> _Answers:
+        """Nothing of this turn could be written: pushes are to come again a little later, and what else does not fit.
+
+        However many actors try again, a learner hears in time what it waits for, and what it is done with makes room.
+        """
         now = self._clock()
         if now >= self._complain_at:
             log.warning("%s. Everybody waits", reason)
             self._complain_at = now + _COMPLAIN_EVERY_S
+        self._full_until, self._full_because = now + _FULL_PAUSE_S, reason
+        self._unwritten.clear()  # nonsense has no room
+        others = [each for each in asked if not isinstance(each, _Pushed)]
         refused = p.Refused(reason, p.RETRY)
-        return [_Outgoing(identity, number, refused, b"") for identity, number in requests_in(asked)]
+        if len(others) < len(asked):
+            self._store.read(self._core.leases.restart)
+            try:
+                outbox, parked, blames = self._store.write(lambda tx: self._answer(tx, others))
+                pushes = requests_in(each for each in asked if isinstance(each, _Pushed))
+                outbox += [_Outgoing(identity, number, refused, b"") for identity, number in pushes]
+                return _Answers(outbox, parked, blames)
+            except StoreFull:
+                pass
+        # What a failed turn did to leases is undone in the store, so their deadlines start anew too.
+        self._store.read(self._core.leases.restart)
+        return _Answers([_Outgoing(*each, refused, b"") for each in requests_in(asked)], self._parked, [])
 
     def close(self) -> None:
         """Give the address and the folder back."""
@@ -284,7 +298,7 @@ class BufferService:
         self._stages.end("validate")
         return arrivals
 
-    def _answer(self, tx: Transaction, asked: list[Asked]) -> _Answers:
+    def _answer(self, tx: Transaction, asked: Sequence[Asked]) -> _Answers:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
         outbox: list[_Outgoing] = []
         blames: list[_Blame] = []

@@ -166,6 +166,7 @@ class Coordinator:
 
         Raises:
             NoBatch: none came within `batch_timeout_s`.
+            TimeoutError: nor did an answer, as of a service that has no room to write a draw down.
         """
         self.settle()
         config = self._config
@@ -177,7 +178,7 @@ class Coordinator:
             future = self._client.draw(step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S)
             if score is not None:
                 self._score_until(future, score)
-            draw = self._answer(future, f"draw step {step}")
+            draw = self._answer(future, f"draw step {step}", deadline=deadline_s + REQUEST_TIMEOUT_S)
             if draw.ready:
                 self.waiting_for = ""
                 return self._with_scores(draw)

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -17,6 +18,7 @@ from buffer.service import BufferService
 from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
 from common.rpc.messages import Asker
 from common.staleness import PolicyVersion
+from learner.config import LearnerConfig
 from learner.coordinator import Coordinator
 from tests.world.buffer import Actor, facts, make_trajectory
 from tests.world.run_context import run_context
@@ -151,10 +153,28 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     coordinator.close()
 
 
+def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_for_a_batch(
+    serve, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
+    service, channel = serve(), SimpleNamespace(send=lambda *_: None)
+    sections = {"buffer": CONFIG, "learner": LearnerConfig(batch_timeout_s=1.0)}
+    context = run_context(tmp_path, facts(max_lag="unbounded"), **sections, buffer_addresses=(service.address,))
+    coordinator = Coordinator(context, channel, 64)
+    coordinator.begin(0, 0, time.monotonic() + LIMIT_S)
+    coordinator.published(PolicyVersion(0, 0))
+    coordinator.settle()
+    space_on_disk(service, monkeypatch)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=f"{service.address} was asked to draw step 1 and has let that wait"):
+        coordinator.draw(1, 0, threading.Event(), lambda: None, None)
+    assert time.monotonic() - began > 1.0
+    coordinator.close()
+
+
 def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve, monkeypatch):
-    # between two tries of the push there is time for a draw, however busy the machine is
-    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.4)
-    monkeypatch.setattr("buffer.service._FULL_PAUSE_S", 0.05)
+    monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.02)  # as of many actors: the service never pauses
     monkeypatch.setattr("buffer.service._FULL_HEARD_S", 2.0)
     service = serve()
     actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
