@@ -1,10 +1,11 @@
 """Advantages: by how much a sequence, or one of its tokens, did better than was to be expected.
 
-group_advantages     from the rewards of a group: RLOO, GRPO, MaxRL
+group_advantages     from the rewards of a group: RLOO, GRPO, Dr. GRPO, MaxRL
 gae                  token by token from a critic's values, of `rewards_per_token`
 
 References:
-    RLOO, arXiv 2402.14740; GRPO, arXiv 2402.03300; MaxRL, arXiv 2602.02710; GAE, arXiv 1506.02438, equation 16.
+    RLOO, arXiv 2402.14740; GRPO, arXiv 2402.03300; Dr. GRPO, arXiv
+    2503.20783; MaxRL, arXiv 2602.02710; GAE, arXiv 1506.02438, equation 16.
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ from torch import Tensor
 
 from algorithms.base import LossInputs
 
-GroupBaseline = Literal["rloo", "grpo", "maxrl"]
+GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "maxrl"]
 
 STD_FLOOR = 1e-6
 """Added to the group's standard deviation: with equal rewards the advantage is 0, not 0/0."""
 
 
-def group_advantages(
-    inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline, *, normalize_std: bool = True
-) -> Tensor:
+def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline) -> Tensor:
     """Advantage of each sequence from the rewards of its group: B -> B. A group of one has advantage 0.
 
     rloo: r_j minus the mean of the other K-1.
-    grpo: r_j minus the mean of all K, divided by their standard deviation (of K-1) where `normalize_std`.
+    grpo: r_j minus the mean of all K, divided by their standard deviation (of K-1).
+    dr_grpo: r_j minus the mean of all K.
     maxrl: r_j minus the mean of all K, divided by that mean; 0 where the mean is 0. With rewards of 0 and 1 its
         gradient is on average that of sum over k < K of pass@k / k, the first terms of the log-likelihood of success.
     """
@@ -40,7 +40,7 @@ def group_advantages(
     if baseline == "maxrl":
         mean_B = rewards_B - centred_B
         return torch.where(mean_B > 0, centred_B / mean_B, 0.0)
-    if not normalize_std:
+    if baseline == "dr_grpo":
         return centred_B
     variance_B = inputs.mean_per_group(centred_B.square()) * size_B / (size_B - 1).clamp_min(1)
     return centred_B / (variance_B.sqrt() + STD_FLOOR)

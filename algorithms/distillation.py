@@ -3,7 +3,7 @@
 Objective:
     sum over the states s of a completion of KL(pi(.|s) || teacher(.|s)), the states as the policy meets them
     d_t = log(pi / teacher) of the token that was sampled
-    L   = 1/T * sum_t 1/2 * d_t^2, and max_log_ratio * (|d_t| - max_log_ratio / 2) where |d_t| is beyond max_log_ratio
+    L   = 1/T * sum_t 1/2 * d_t^2, and 10 * (|d_t| - 5) where |d_t| is beyond FAR = 10 nats
 
 Estimator:
     Token t has the gradient w_t * d_t / T * grad log pi_t: on average over tokens of the policy that of the reverse KL
@@ -27,20 +27,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat
 from torch.nn import functional as F
 
 from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
+
+FAR = 10.0
+"""Nats of log(pi / teacher) beyond which a token's pull grows no further: the teacher would all but never write it."""
 
 
 class DistillationConfig(WeighedSection):
     """Knobs of on-policy distillation; the teacher is `model.reference_path`, or one of `model.teachers`."""
 
     type: Literal["distillation"] = "distillation"
-    max_log_ratio: PositiveFloat = Field(
-        default=10.0, description="A token's pull grows no further where log(pi / teacher) is beyond this, in nats."
-    )
 
     @property
     def needs(self) -> Needs:
@@ -53,16 +52,13 @@ def distillation(config: DistillationConfig, inputs: LossInputs) -> LossOutput:
 
     Returns:
         The loss, and metrics `distillation/kl` (mean over tokens of log(pi / teacher), in nats) and
-        `distillation/far_frac` (share of tokens beyond max_log_ratio).
+        `distillation/far_frac` (share of tokens beyond FAR).
     """
     inputs, weights_T, shares = weigh_gradient(inputs, config.corrections)
     num_tokens = max(1, inputs.logprobs_T.numel())
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
-    loss = (
-        F.huber_loss(inputs.logprobs_T, inputs.reference_logprobs_T, reduction="sum", delta=config.max_log_ratio)
-        / num_tokens
-    )
-    far_T = log_ratio_T.detach().abs() > config.max_log_ratio
+    loss = F.huber_loss(inputs.logprobs_T, inputs.reference_logprobs_T, reduction="sum", delta=FAR) / num_tokens
+    far_T = log_ratio_T.detach().abs() > FAR
     return LossOutput(
         loss,
         {

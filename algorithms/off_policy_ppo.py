@@ -5,19 +5,20 @@ Objective:
     rho = pi_prox / mu, u = pi / pi_prox. A surrogate among the corrections takes the place of rho * min(...), or of
     the clipped ratio in it (`algorithms.surrogates`).
     mean_over: of all T completion tokens of the batch, before any mask ("tokens"); of each sequence's tokens, and then
-    of sequences ("sequences", as the recipes of GRPO and GSPO have it); or the sum over all tokens divided by
-    length_scale and the number of sequences ("sequence_sums", Dr. GRPO's: no length is favoured).
+    of sequences ("sequences", as the recipes of GRPO and GSPO have it); or the sum over all tokens divided by the
+    number of sequences and by the number that mean_over is (Dr. GRPO's: no length is favoured).
     With a critic: + value_coef / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old.
 
 Estimator:
-    A from the rewards of the group (rloo, grpo, maxrl) or of the whole batch (batch: the mean of all others, for groups
-    of one), the same for every token of a sequence; or by GAE from the rewards per token and a critic's values; or by a
-    function of the user's.
+    A from the rewards of the group (rloo, grpo, dr_grpo, maxrl) or of the whole batch (batch: the mean of all others,
+    for groups of one), the same for every token of a sequence; or by GAE from the rewards per token and a critic's
+    values; or by a function of the user's.
     KL to the reference, where kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is taken from it, of the
     sequence with a group baseline, token by token with a critic; then pi* ~ pi_ref * exp(r / kl_beta) is the optimum.
-    In the loss: + kl_beta * mean_t sg[rho_t] * k_t, with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
-    KL(pi || pi_ref) of each token, or k3 = pi_ref / pi - 1 - log(pi_ref / pi), GRPO's, whose gradient is that of
-    the other direction, KL(pi_ref || pi). "behaviour": + kl_beta * mean_t 1/2 log(pi / mu)^2, which needs no reference.
+    In the loss: + kl_beta * mean_t sg[rho_t] * k_t, "loss" with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
+    KL(pi || pi_ref) of each token, "loss_k3" with k3 = pi_ref / pi - 1 - log(pi_ref / pi), GRPO's, whose gradient is
+    that of the other direction, KL(pi_ref || pi). "behaviour": + kl_beta * mean_t 1/2 log(pi / mu)^2, which needs no
+    reference.
     Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its gradient is that of the negative entropy of each
     token's distribution, as that of k2 is of the KL: a KL to the uniform distribution.
     T and the number of sequences count what masks remove: long answers are not favoured by short batches, nor kept
@@ -32,12 +33,11 @@ Where the off-policy correction enters:
     proximal = "interpolated" takes pi_prox := mu^(1/d) * pi^(1 - 1/d) for a token that is d updates old, and pi where
     d = 0, and so needs no pass over the draw before its updates (A-3PO): u = (pi / mu)^(1/d).
 
-Presets:
-    proximal_rloo (Asynchronous RLHF): proximal = "behaviour", baseline = "rloo", corrections = ["sequence_clip"],
-    kl_beta = 0.05 in the reward. T stays the denominator where the paper divides by the
-    number of sequences: the gradient is the paper's times sequences / T, or the paper's with mean_over = "sequences".
-    dr_grpo: baseline = "grpo", normalize_std = false, mean_over = "sequence_sums"; length_scale is to be given.
-    Keys that are given win.
+Recipes:
+    Proximal RLOO (Asynchronous RLHF): proximal = "behaviour", corrections = ["sequence_clip"], kl_beta = 0.05, the
+    rest as it is. T stays the denominator where the paper divides by the number of sequences: the gradient is the
+    paper's times sequences / T, or the paper's with mean_over = "sequences".
+    Dr. GRPO: baseline = "dr_grpo", mean_over = actors.max_new_tokens.
 
 What we left out:
     The exact entropy over the vocabulary, V-trace (GAE takes the sampled continuations as they are), whitening of
@@ -53,7 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -89,36 +89,22 @@ CLIP = 0.2
 UserBaseline = Callable[[LossInputs, Tensor], Tensor]
 """Of a user's: the batch and its rewards (B), after penalties -> the advantage of each sequence (B)."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "proximal_rloo": {
-        "proximal": "behaviour",
-        "baseline": "rloo",
-        "corrections": ["sequence_clip"],
-        "kl_beta": 0.05,
-        "kl_in": "reward",
-    },
-    "dr_grpo": {"baseline": "grpo", "normalize_std": False, "mean_over": "sequence_sums"},
-}
-
 
 class OffPolicyPPOConfig(GroupSection):
     """Knobs of decoupled PPO."""
 
     type: Literal["off_policy_ppo"] = "off_policy_ppo"
-    preset: Literal["proximal_rloo", "dr_grpo"] | None = Field(
-        default=None, description="A named set of defaults for the keys below; keys that are given win."
-    )
     proximal: Literal["draw_start", "behaviour", "interpolated"] = Field(
         default="draw_start",
         description="pi_prox, the centre of the trust region: the policy at the start of the draw (decoupled), the "
         "one that sampled (plain PPO on stale data), or one between that and the present one, by the token's age.",
     )
-    baseline: Literal["rloo", "grpo", "maxrl", "batch", "critic"] | Reference = Field(
+    baseline: Literal["rloo", "grpo", "dr_grpo", "maxrl", "batch", "critic"] | Reference = Field(
         default="rloo",
-        description="How rewards become advantages: 'rloo', 'grpo', 'maxrl' within a group, 'batch' against all others "
-        "of the update (for actors.group_size = 1), 'critic', or FILE.py:FUNCTION of yours.",
+        description="How rewards become advantages: 'rloo', 'grpo', 'dr_grpo' (not divided by their spread), 'maxrl' "
+        "within a group, 'batch' against all others of the update (for actors.group_size = 1), 'critic', or "
+        "FILE.py:FUNCTION of yours.",
     )
-    normalize_std: bool = Field(default=True, description="grpo only: divide by the group's standard deviation.")
     clip_low: float = Field(default=CLIP, gt=0, le=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(default=CLIP, description="pi / pi_prox is clipped above at 1 + clip_high.")
     dual_clip: float | None = Field(
@@ -130,20 +116,19 @@ class OffPolicyPPOConfig(GroupSection):
         "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high, or of "
         "'vespo', 'dppo' in place of all of these. []: rho as it is. Unset with proximal = 'behaviour': [].",
     )
-    mean_over: Literal["tokens", "sequences", "sequence_sums"] = Field(
+    mean_over: Literal["tokens", "sequences"] | PositiveFloat = Field(
         default="tokens",
-        description="What weighs alike: tokens, sequences, or the sums over sequences divided by length_scale.",
-    )
-    length_scale: PositiveFloat | None = Field(
-        default=None, description="mean_over = 'sequence_sums': tokens; Dr. GRPO takes actors.max_new_tokens."
+        description="What weighs alike: 'tokens', 'sequences', or with a number the sums over sequences, divided by "
+        "it; Dr. GRPO takes actors.max_new_tokens.",
     )
     kl_beta: NonNegativeFloat = Field(
         default=0.0, description="Weight of the KL to the reference; 0 needs no reference."
     )
-    kl_in: Literal["reward", "loss", "behaviour"] = Field(
-        default="reward", description="Where the KL enters; 'behaviour': the loss, to the policy that sampled instead."
+    kl_in: Literal["reward", "loss", "loss_k3", "behaviour"] = Field(
+        default="reward",
+        description="Where the KL enters, the loss by its estimator k2 or k3; 'behaviour': the loss, to the policy "
+        "that sampled instead.",
     )
-    kl_estimator: Literal["k2", "k3"] = Field(default="k2", description="kl_in = 'loss': which estimator.")
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="Weight of the entropy bonus.")
     missing_eos_penalty: NonNegativeFloat = Field(
         default=0.0, description="Taken from the reward of an answer that ended by length."
@@ -161,13 +146,10 @@ class OffPolicyPPOConfig(GroupSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_the_preset(cls, values: Any) -> Any:  # noqa: ANN401 -- what TOML gave
-        if not isinstance(values, dict):
-            return values
-        preset = values.get("preset")
-        filled = {**PRESETS[preset], **values} if isinstance(preset, str) and preset in PRESETS else values
-        # pi_prox / mu is 1 there, and has nothing to correct
-        return {"corrections": [], **filled} if filled.get("proximal") == "behaviour" else filled
+    def _correct_nothing_where_nothing_is_off(cls, values: Any) -> Any:  # noqa: ANN401 -- what TOML gave
+        if isinstance(values, dict) and values.get("proximal") == "behaviour":  # pi_prox / mu is 1 there
+            return {"corrections": [], **values}
+        return values
 
     @model_validator(mode="after")
     def _keys_must_agree(self) -> OffPolicyPPOConfig:
@@ -183,11 +165,6 @@ class OffPolicyPPOConfig(GroupSection):
             raise ValueError(
                 f"baseline = 'maxrl' takes rewards of 0 or more, and {key} would make them negative: remove it, or use "
                 "baseline = 'rloo'"
-            )
-        if (self.mean_over == "sequence_sums") != (self.length_scale is not None):
-            raise ValueError(
-                "mean_over = 'sequence_sums' and length_scale belong together: give both (Dr. GRPO's length_scale is "
-                "actors.max_new_tokens), or neither"
             )
         if self.is_users_baseline and not callable(load_object(self.baseline)):
             raise ValueError(f"baseline = '{self.baseline}' is not a function (inputs, rewards_B) -> advantage_B")
@@ -215,33 +192,35 @@ class OffPolicyPPOConfig(GroupSection):
                     f"the correction '{each.type}' acts on pi_prox / mu, and '{surrogate.type}' weighs by pi / mu "
                     "itself: keep one of them"
                 )
-        if isinstance(surrogate, AnyWhole) and (self.entropy_coef or (self.kl_beta and self.kl_in == "loss")):
-            key = "entropy_coef" if self.entropy_coef else "kl_in = 'loss'"
+        if isinstance(surrogate, AnyWhole) and (self.entropy_coef or self.has_reference_loss):
+            key = "entropy_coef" if self.entropy_coef else f"kl_in = '{self.kl_in}'"
             raise ValueError(
                 f"{key} is weighed by pi_prox / mu, which '{surrogate.type}' has none of: remove it, or name another "
                 "surrogate"
             )
 
     def _check_that_all_is_read(self) -> None:
-        """Refuse what was given and says nothing; a preset may fill in more than is read."""
+        """Refuse what was given and says nothing."""
         of_critic = dict.fromkeys(("critic", "gamma", "gae_lambda", "value_coef", "value_clip"), "baseline = 'critic'")
         needed = {
             **({} if self.baseline == "critic" else of_critic),
-            **({} if self.baseline == "grpo" else {"normalize_std": "baseline = 'grpo'"}),
             **({} if self.kl_beta else {"kl_in": "kl_beta above 0"}),
-            **({} if self.kl_beta and self.kl_in == "loss" else {"kl_estimator": "kl_in = 'loss' and kl_beta above 0"}),
         }
         if self.is_weighed_whole and not self.shapes_reward:
             needed["proximal"] = "a clipped surrogate or a KL in the reward"
         for key, what in needed.items():
-            default = type(self).model_fields[key].default
-            if getattr(self, key) not in (default, PRESETS.get(self.preset or "", {}).get(key, default)):
+            if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is read with {what} alone: remove it, or ask for that")
 
     @property
     def has_group_baseline(self) -> bool:
         """Is a sample compared with others of its group?"""
-        return self.baseline in ("rloo", "grpo", "maxrl")
+        return self.baseline in get_args(GroupBaseline)
+
+    @property
+    def has_reference_loss(self) -> bool:
+        """Is the KL to the reference a term of the loss?"""
+        return bool(self.kl_beta) and self.kl_in in ("loss", "loss_k3")
 
     @property
     def is_users_baseline(self) -> bool:
@@ -307,7 +286,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     metrics["off_policy/clip_frac_low"] = share_of(found.low_T & weighing.kept_T, num_tokens)
     metrics["off_policy/clip_frac_high"] = share_of(found.high_T & weighing.kept_T, num_tokens)
     metrics["ppo/advantage_abs"] = advantage_T.abs().sum().double() / num_tokens
-    if config.kl_beta > 0 and config.kl_in == "loss":
+    if config.has_reference_loss:
         loss = loss + config.kl_beta * (share_T * weighing.weight_T * _kl_terms(config, inputs)).sum()
     if config.kl_beta > 0 and config.kl_in == "behaviour":
         pull_T = (inputs.logprobs_T - inputs.behaviour_logprobs_T).square() / 2
@@ -345,9 +324,9 @@ def _shares(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     if config.mean_over == "tokens":
         return one_T / max(1, one_T.numel())
     num_sequences = max(1, inputs.num_sequences)
-    if config.length_scale is not None:
-        return one_T / (num_sequences * config.length_scale)
-    return one_T / (num_sequences * inputs.length_B[inputs.sequence_T])
+    if config.mean_over == "sequences":
+        return one_T / (num_sequences * inputs.length_B[inputs.sequence_T])
+    return one_T / (num_sequences * config.mean_over)
 
 
 def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measured) -> Tensor:
@@ -381,13 +360,13 @@ def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards
         together = replace(inputs, group_B=torch.zeros_like(inputs.group_B), num_groups=1)
         return group_advantages(together, rewards_B, "rloo")
     baseline = cast("GroupBaseline", config.baseline)
-    return group_advantages(config.compared(inputs), rewards_B, baseline, normalize_std=config.normalize_std)
+    return group_advantages(config.compared(inputs), rewards_B, baseline)
 
 
 def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     """The estimator of KL(pi || pi_ref) at each token, differentiable: T."""
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
-    if config.kl_estimator == "k2":
+    if config.kl_in == "loss":
         return log_ratio_T.square() / 2
     log_ratio_T = log_ratio_T.clamp_min(-LOG_RATIO_LIMIT)  # beyond it the last term alone would push away
     return (-log_ratio_T).exp() - 1 + log_ratio_T

@@ -4,7 +4,7 @@ Objective:
     h = log(pi / pi_ref)(y+) - log(pi / pi_ref)(y-), with y+ = argmax r and y- = argmin r of a group
     sigmoid: L = mean over pairs of -log sigmoid(beta * h)
     ipo:     L = mean over pairs of (h - 1 / (2 * beta))^2
-    log(pi / pi_ref)(y) is the sum over the tokens of y, as in the papers; log_ratio = "mean" takes their mean, as TRL's
+    log(pi / pi_ref)(y) is the sum over the tokens of y, as in the papers; variants "..._mean" take their mean, as TRL's
     ipo does, so that a margin does not grow with length.
 
 Estimator:
@@ -43,9 +43,10 @@ class OnlineDPOConfig(WeighedGroupSection):
 
     type: Literal["online_dpo"] = "online_dpo"
     beta: PositiveFloat = Field(default=0.1, description="Strength of the pull towards the reference.")
-    variant: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="Loss of a pair.")
-    log_ratio: Literal["sum", "mean"] = Field(
-        default="sum", description="Of an answer, over its tokens: their sum, or their mean, whatever its length."
+    variant: Literal["sigmoid", "ipo", "sigmoid_mean", "ipo_mean"] = Field(
+        default="sigmoid",
+        description="Loss of a pair. An answer's log ratio is the sum over its tokens; '_mean': their mean, whatever "
+        "its length.",
     )
     missing_eos_penalty: NonNegativeFloat = Field(
         default=1.0, description="Taken from the reward of an answer that ended by length."
@@ -98,13 +99,13 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
     rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
     best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
-    of_answer = inputs.sum_per_sequence if config.log_ratio == "sum" else inputs.mean_per_sequence
+    of_answer = inputs.sum_per_sequence if config.variant in ("sigmoid", "ipo") else inputs.mean_per_sequence
     log_ratio_B = of_answer(inputs.logprobs_T - inputs.reference_logprobs_T)
     # how many pairs there are is not asked for: a GPU would have to finish first
     num_pairs = (~tied_G).sum()
     # tied groups leave before anything is computed of them, so that none has a gradient that is not finite
     margin_G = torch.where(tied_G, 0.0, log_ratio_B[best_G] - log_ratio_B[worst_G])
-    if config.variant == "sigmoid":
+    if config.variant.startswith("sigmoid"):
         loss_G = -F.logsigmoid(config.beta * margin_G)
     else:
         loss_G = (margin_G - 1 / (2 * config.beta)).square()

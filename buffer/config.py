@@ -63,12 +63,6 @@ class BufferConfig(BaseModel):
     reward_temperature: PositiveFloat = Field(
         default=1.0, description="'reward_softmax' draws a group with weight exp(mean reward / this)."
     )
-    priority_alpha: float = Field(
-        default=1.0, ge=0.0, description="'prioritised' draws with weight priority^this * exp(-age / age_tau)."
-    )
-    age_tau: PositiveFloat = Field(
-        default=8.0, description="'prioritised': versions after which the weight of a group has fallen by e."
-    )
     max_uses: PositiveInt | Literal["unlimited"] = Field(
         default=1, description="How many steps may use a group; 1 is single use, more is replay."
     )
@@ -78,9 +72,6 @@ class BufferConfig(BaseModel):
         description="No new group is leased while those in flight and those that may be used again would fill so many "
         "steps, beside those of steps in progress, so that under replay actors generate what takes the place of what "
         "was used up; unset: as much as the staleness bound lets them.",
-    )
-    with_replacement: bool = Field(
-        default=False, description="One step may take a group several times; for the samplers that draw by weight."
     )
     groups_per_prompt: PositiveInt = Field(
         default=1,
@@ -121,13 +112,6 @@ class BufferConfig(BaseModel):
         "by chance, 'posterior' by chance in proportion to E[p (1 - p)], p being the rate of rewards of at least "
         "task.correct_at.",
     )
-    prompt_floor: float = Field(
-        default=0.1,
-        gt=0.0,
-        le=1.0,
-        description="prompt_law = 'posterior': this share of the prompts is drawn all alike, so that each is seen now "
-        "and then.",
-    )
     prompt_tau: PositiveFloat = Field(
         default=256.0,
         description="prompt_law = 'posterior', most_samples: policy versions after which a sample counts 1/e of a new "
@@ -166,10 +150,6 @@ class BufferConfig(BaseModel):
         "(unused groups of single use, under replay as many groups as may be outstanding, and recorded groups that are "
         "not used up) can exceed it.",
     )
-    eviction: Literal["oldest", "lowest_reward"] = Field(
-        default="oldest",
-        description="Who is evicted first among the groups of the same kind; closed ones always go first.",
-    )
 
     @model_validator(mode="after")
     def _knobs_must_agree(self) -> BufferConfig:
@@ -182,24 +162,10 @@ class BufferConfig(BaseModel):
                 f"{self.max_uses} {'none is used twice' if self.max_uses == 1 else 'none ever is'}: give max_uses a "
                 "number above 1, or leave replay_steps out"
             )
-        if self.with_replacement and self.max_uses == 1:
-            raise ValueError(
-                "with_replacement takes a group several times, but max_uses = 1 allows one: raise max_uses"
-            )
-        if self.with_replacement and in_order:
-            raise ValueError(
-                f"with_replacement needs a sampler that draws by weight, and {where} takes groups in order: choose "
-                "'uniform', 'reward_softmax' or 'prioritised', or set with_replacement = false"
-            )
         if self.max_uses == "unlimited" and in_order:
             raise ValueError(
                 f"max_uses = 'unlimited' with {where} would draw the same oldest groups at every step: give max_uses "
                 "a number, or choose 'uniform', 'reward_softmax' or 'prioritised'"
-            )
-        if self.chooses_by_length and self.with_replacement:
-            raise ValueError(
-                "length_correction and pack_tokens choose among different groups, which with_replacement does not "
-                "offer: use one of them"
             )
         if self.groups_per_prompt > 1:
             self._check_groups_per_prompt(chosen, where)
@@ -218,8 +184,6 @@ class BufferConfig(BaseModel):
                 f"{what}, so that a group of equal rewards differs from the others of its prompt, and "
                 "refill_uninformative would set it aside: set refill_uninformative = 0, or groups_per_prompt = 1"
             )
-        if self.with_replacement:
-            raise ValueError(f"{what}, and with_replacement one of them several times: use one of them")
         if self.chooses_by_length:
             raise ValueError(
                 f"{what}, and length_correction or pack_tokens would part them again by their lengths: turn those off, "

@@ -45,7 +45,7 @@ class Evictable(NamedTuple):
     kind: int
     """`CLOSED` or `ELIGIBLE`."""
     rank: tuple[float, float]
-    """Its place within the class, by the knob `eviction`."""
+    """Its place within the class: version and incarnation of its oldest token."""
     group_id: int
 
 
@@ -73,7 +73,6 @@ class GroupIndex:
     def __init__(self, config: BufferConfig, weight: Weight | None) -> None:
         """Be empty until `load`; `weight` is the sampler's, None where it draws without chance."""
         self._replays = config.replays
-        self._by_reward = config.eviction == "lowest_reward"
         self._sets_aside = config.refill_uninformative > 0
         self.max_uses = float("inf") if config.max_uses == "unlimited" else float(config.max_uses)
         self._weight = weight
@@ -143,10 +142,6 @@ class GroupIndex:
         """The ready groups of a ready group's prompt, those leased last first."""
         return reversed(self._by_prompt[self._places[group_id].prompt_id])
 
-    def uses_left(self, group_id: int) -> float:
-        """How many more times the group may be used."""
-        return self.max_uses - self._places[group_id].uses
-
     # --- parts ------------------------------------------------------------------------------------
 
     def _place_of(self, group: Group, state: StoreState) -> Place | None:
@@ -158,7 +153,7 @@ class GroupIndex:
             return None
         evictable = None
         if group.is_stored and not group.held and (is_closed or (group.phase == "ready" and self._replays)):
-            evictable = Evictable(CLOSED if is_closed else ELIGIBLE, self._rank(group), group.group_id)
+            evictable = Evictable(CLOSED if is_closed else ELIGIBLE, group.oldest or (0, 0), group.group_id)
         if group.phase != "ready":
             return Place(evictable=evictable)
         oldest = group.oldest_effective(state)
@@ -172,11 +167,6 @@ class GroupIndex:
             is_scored=group.is_scored,
             is_uninformative=self._sets_aside and group.is_uninformative,
         )
-
-    def _rank(self, group: Group) -> tuple[float, float]:
-        if self._by_reward:
-            return (-float("inf") if group.mean_reward is None else group.mean_reward), 0
-        return group.oldest or (0, 0)
 
     def _move(self, group_id: int, old: Place | None, new: Place | None) -> None:
         if old is not None:

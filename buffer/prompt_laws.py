@@ -41,6 +41,8 @@ LawName = Literal["epoch", "uniform", "posterior"]
 
 _PRIOR = 1.0
 """Successes and failures of a prompt before its first sample."""
+FLOOR = 0.1
+"""This share of the prompts is drawn all alike, so that each is seen now and then."""
 _AT_ONCE = 4
 """One prompt in so many is drawn at once, at most: were all of them drawn, none would be preferred."""
 _BY_CHANCE = 3
@@ -170,10 +172,9 @@ class ByChance:
 
     in_order = False
 
-    def __init__(self, own: Ids, seed: int, successes: SuccessModel | None = None, floor: float = 1.0) -> None:
-        """Of the prompts with these ids: alike, or by what is known of their success, but for a share `floor`."""
-        self._own, self._seed = own, seed
-        self._successes, self._floor = successes, floor
+    def __init__(self, own: Ids, seed: int, successes: SuccessModel | None = None) -> None:
+        """Of the prompts with these ids: alike, or by what is known of their success, but for the share `FLOOR`."""
+        self._own, self._seed, self._successes = own, seed, successes
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
         """As `PromptLaw`."""
@@ -187,7 +188,7 @@ class ByChance:
         if self._successes is None:
             return None
         weights = self._successes.weights(self._own, version)
-        chances: Floats = (1.0 - self._floor) * weights / weights.sum() + self._floor / len(weights)
+        chances: Floats = (1.0 - FLOOR) * weights / weights.sum() + FLOOR / len(weights)
         return chances
 
 

@@ -78,7 +78,7 @@ class Prompts:
         self._sizes = GroupSizes(facts.group_size, config.most_samples, self.successes)
         self._law: PromptLaw = EpochOrder(own, facts.seed)
         if config.prompt_law != "epoch":
-            self._law = ByChance(own, facts.seed, self.successes if by_success else None, config.prompt_floor)
+            self._law = ByChance(own, facts.seed, self.successes if by_success else None)
         self.lengths = LengthModel(facts.num_prompts)
         self.pace = Pace(clock)
         self._window = Window()

@@ -37,6 +37,8 @@ Ids = AbstractSet[int]
 
 EPSILON = 0.01
 """Of `prioritised`: a group whose rewards are all the same keeps a chance, a hundredth of one whose spread is 1."""
+TAU = 8.0
+"""Of `prioritised`: versions after which the weight of a group has fallen by e. Another law is a function of yours."""
 NOTHING: frozenset[int] = frozenset()
 _FINENESS = 2**32
 """Into how many parts `systematic_shares` divides the distance of two marks."""
@@ -67,14 +69,14 @@ def reward_softmax(temperature: float) -> Weight:
     return lambda group, _: (group.mean_reward or 0.0) / temperature
 
 
-def prioritised(alpha: float, tau: float) -> Weight:
-    """(spread of the rewards + `EPSILON`)^alpha * exp(-age / tau), age in versions.
+def prioritised(group: Group, oldest: int) -> float:
+    """(spread of the rewards + `EPSILON`) * exp(-age / `TAU`), age in versions.
 
     A group whose samples all have the same reward teaches little: its advantages are 0. Every group's
-    age grows alike, so the ratio of two weights never changes, and exp(oldest / tau) stands for
-    exp(-age / tau) at every version.
+    age grows alike, so the ratio of two weights never changes, and exp(oldest / TAU) stands for
+    exp(-age / TAU) at every version.
     """
-    return lambda group, oldest: alpha * math.log(group.reward_spread + EPSILON) + oldest / tau
+    return math.log(group.reward_spread + EPSILON) + oldest / TAU
 
 
 @dataclass(frozen=True)
@@ -88,23 +90,18 @@ class Fifo:
 
 @dataclass(frozen=True)
 class Weighted:
-    """By chance, in proportion to weight; a group that was drawn is out, or stays in for the same step."""
-
-    with_replacement: bool
+    """By chance, in proportion to weight; a group that was drawn is out."""
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """One after another. One that is out is taken out of the weights when it comes up again, as few do."""
         picker = candidates.picker()
         out = set(taken)
-        chosen: Counter[int] = Counter()
         order: list[int] = []
         while len(order) < num_groups and (group_id := picker.pick(random)) is not None:
             if group_id in out:
                 picker.take_out(group_id)
-                continue
-            order.append(group_id)
-            chosen[group_id] += 1
-            if not self.with_replacement or chosen[group_id] >= candidates.uses_left(group_id):
+            else:
+                order.append(group_id)
                 out.add(group_id)
         return order
 
@@ -271,14 +268,14 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
     weights = {
         "uniform": uniform,
         "reward_softmax": reward_softmax(config.reward_temperature),
-        "prioritised": prioritised(config.priority_alpha, config.age_tau),
+        "prioritised": prioritised,
     }
     in_order: dict[str, Sampler] = {"fifo": Fifo(), "length_balanced": LengthBalanced()}
     if is_reference(name):
         sampler, weight = from_file(key, name)
     else:
         sampler, weight = in_order.get(name), weights.get(name)
-    sampler = sampler or Weighted(config.with_replacement)
+    sampler = sampler or Weighted()
     if config.sampler == "on_policy_share":
         sampler = OnPolicyShare(config.on_policy_share, sampler)
     if config.groups_per_prompt > 1:

@@ -202,15 +202,11 @@ class LaunchConfig(_Section):
     autoscale_most: PositiveInt | None = Field(
         default=None, description="Actors that a pool may grow to by launch.autoscale; unset: as many as have a place."
     )
-    failing_limit: PositiveInt = Field(
-        default=200,
-        description="Tripwire: samples that a reward function gives up one after the other in one actor, all for the "
-        "same reason. Where it takes too long five are enough, after five of its limits.",
-    )
     on_failing: Action = Field(
         default="stop",
-        description="Where a reward function fails so: say so, also take the actor out of the run, or stop the run, "
-        "which leeway resume goes on with.",
+        description="Where a reward function gives up 200 samples one after the other in one actor, all for the same "
+        "reason (five, after five of its limits, where it takes too long): say so, also take the actor out of the run, "
+        "or stop the run, which leeway resume goes on with.",
     )
     on_mismatch: Action = Field(
         default="warn", description="Above it: say so, also take the actor out of the run, or stop the run."

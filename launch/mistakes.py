@@ -25,6 +25,7 @@ KEYS_ELSEWHERE = {
     "max_steps": "learner.num_steps",
     "max_tokens": "actors.max_new_tokens",
     "model_name_or_path": "model.path",
+    "norm_adv_by_std_in_grpo": "algorithm.baseline",
     "num_generations": "actors.group_size",
     "num_iterations": "learner.num_epochs",
     "num_train_epochs": "learner.num_steps",
@@ -33,6 +34,7 @@ KEYS_ELSEWHERE = {
     "report_to": "tracking.wandb",
     "reward_funcs": "task.rewards",
     "save_steps": "learner.checkpoint_every",
+    "scale_rewards": "algorithm.baseline",
 }
 """What other trainers call a key, and its name here."""
 

@@ -10,7 +10,6 @@ from algorithms.base import CriticKind
 from algorithms.corrections import EssAction
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
-from learner.orders import default_most_held
 from weight_sync.config import WeightSyncConfig
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
@@ -52,12 +51,6 @@ class LearnerConfig(BaseModel):
     schedule: ScheduleName = Field(
         default="1f1b",
         description="Pipeline schedule of the training pass. fused: a critic model's passes fill the policy's bubbles.",
-    )
-    fused_held: int | None = Field(
-        default=None,
-        ge=2,
-        description="Micro-batches whose activations a stage keeps at once, with schedule = 'fused' alone, of policy "
-        "and critic together; fewer take longer. Unset: a quarter more than num_stages, beyond which little is gained.",
     )
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
@@ -142,11 +135,6 @@ class LearnerConfig(BaseModel):
         return self.gpu_memory_share
 
     @property
-    def most_held(self) -> int:
-        """Micro-batches whose activations a stage of fused passes keeps at once."""
-        return default_most_held(self.num_stages) if self.fused_held is None else self.fused_held
-
-    @property
     def updates_per_step(self) -> int:
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
@@ -154,7 +142,7 @@ class LearnerConfig(BaseModel):
     def alone(self, gpus: float) -> LearnerConfig:
         """That of a rank which has a whole model, forward only, on so many GPUs or on none."""
         one = dict.fromkeys(("num_stages", "num_replicas", "num_chunks"), 1)
-        whole = {"layers_per_chunk": None, "schedule": "gpipe", "fused_held": None, "reference_offload": "none"}
+        whole = {"layers_per_chunk": None, "schedule": "gpipe", "reference_offload": "none"}
         return self.model_copy(update={**one, **whole, "gpus": gpus, "device": "auto" if gpus else "cpu"})
 
     def check_pipeline(self, critic: CriticKind | None) -> None:
@@ -195,11 +183,6 @@ class LearnerConfig(BaseModel):
             raise ValueError(
                 "learner.schedule = 'fused' runs a critic model's passes beside the policy's, and the algorithm as it "
                 "is configured has none: use '1f1b', or set algorithm.critic = 'model' with off_policy_ppo"
-            )
-        if self.fused_held is not None and self.schedule != "fused":
-            raise ValueError(
-                f"learner.fused_held = {self.fused_held} says nothing with learner.schedule = '{self.schedule}': set "
-                "learner.schedule = 'fused' too, or leave it out"
             )
         layers, num_chunks = self.layers_per_chunk, self.num_stages * self.num_chunks
         if layers is not None and len(layers) != num_chunks:

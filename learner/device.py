@@ -17,7 +17,7 @@ from common.memory import keep_freed_memory
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
 from learner.logprobs import KEPT_MIB, LogitRule
-from learner.orders import stage_of
+from learner.orders import default_most_held, stage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -219,7 +219,7 @@ def heads_in_flight(config: LearnerConfig) -> float:
     """Micro-batches that have come to the head and wait for their backward pass, at most; inf: all of a batch."""
     if config.schedule == "gpipe":
         return inf
-    at_once = {"zero_bubble": config.num_stages, "fused": config.most_held}
+    at_once = {"zero_bubble": config.num_stages, "fused": default_most_held(config.num_stages)}
     return float(at_once.get(config.schedule, 1)) if config.num_stages > 1 else 1.0
 
 
@@ -231,7 +231,7 @@ def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches
         "1f1b": float(num_stages - stage),
         "interleaved_1f1b": num_stages * (1 + 1 / config.num_chunks),
         "zero_bubble": float(num_stages),
-        "fused": float(config.most_held),
+        "fused": float(default_most_held(num_stages)),
     }
     num_networks = 2 if config.schedule == "fused" else 1
     return min(at_most[config.schedule], num_networks * num_micro_batches)

@@ -27,7 +27,7 @@ from learner.fused import FusedPasses
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
-from learner.orders import Work, stage_of
+from learner.orders import Work, default_most_held, stage_of
 from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
 from learner.precision import COMPUTED
@@ -339,7 +339,8 @@ def load_networks(
         share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
         backward = 2.0 + config.activation_checkpointing
         work = Work(1.0, backward), Work(share, share * backward)
-        fused = FusedPasses(mesh, work, config.most_held, timedelta(seconds=config.collective_timeout_s), device)
+        most_held = default_most_held(config.num_stages)
+        fused = FusedPasses(mesh, work, most_held, timedelta(seconds=config.collective_timeout_s), device)
     policy = load("token_and_value" if critic == "head" else "token")
     values = load("value", backwards=is_fused) if critic == "model" else None
     if fused is not None and values is not None:

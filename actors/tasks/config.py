@@ -220,7 +220,6 @@ class ReasoningGymTask(_TaskConfig):
     type: Literal["reasoning_gym"]
     name: str = Field(description="Dataset of reasoning-gym, for example chain_sum.")
     params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
-    seed: int = Field(default=0, description="Seed of the dataset's item stream; it does not decide the split.")
     num_train: PositiveInt = Field(default=4096, description="Distinct training prompts.")
     num_heldout: PositiveInt = Field(default=1024, description="Distinct held-out problems, split by question hash.")
     answer_tag: str | None = Field(

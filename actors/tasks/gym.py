@@ -114,23 +114,23 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
             f"task.name = '{config.name}' is not a dataset of reasoning-gym; {among_known(config.name, DATASETS)}"
         )
     _, config_class = DATASETS[config.name]
-    known = {one.name for one in dataclasses.fields(config_class)} - {"seed", "size"}
+    known = {one.name for one in dataclasses.fields(config_class)} - {"size"}
     for name in config.params:
-        if name in ("seed", "size"):
-            raise TaskError(f"task.params.{name}: set task.seed and task.num_train instead")
+        if name == "size":
+            raise TaskError("task.params.size: set task.num_train instead")
         if name not in known:
             raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {among_known(name, known)}")
-    params = dict(config.params)
+    params = {"seed": 0, **config.params}
     try:
         if config.name == "composite":
             params["datasets"] = [DatasetSpec(**each) for each in params.get("datasets", ())]
         # Items are asked for by index, and the size has to be larger than any. No larger: some draw them all at once.
         size = 1 + _most_items(config)
         try:
-            return reasoning_gym.create_dataset(config.name, seed=config.seed, size=size, **params)
+            return reasoning_gym.create_dataset(config.name, size=size, **params)
         except ValueError:  # of a size, perhaps, by which it makes no item
             size = min(size, _ACCEPTED_SIZE)
-            return reasoning_gym.create_dataset(config.name, seed=config.seed, size=size, **params)
+            return reasoning_gym.create_dataset(config.name, size=size, **params)
     except Exception as error:  # as in `_item`
         why = str(error) or type(error).__name__
         raise TaskError(f"task.params: {config.name} refuses {dict(config.params)}: {why}") from error

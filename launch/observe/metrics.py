@@ -90,7 +90,7 @@ METRICS: dict[str, str] = {
     "oapl/value": "Mean of V, what a reward is held against in OAPL.",
     "oapl/kl_behaviour": "mean(log pi - log mu) per sequence.",
     "distillation/kl": "mean(log pi - log pi_teacher) per token, nats: an estimate of KL(pi || teacher).",
-    "distillation/far_frac": "Share of tokens whose log ratio to the teacher is beyond max_log_ratio.",
+    "distillation/far_frac": "Share of tokens whose log ratio to the teacher is beyond 10 nats.",
     "dpo/accuracy": "Share of pairs whose better sample has the greater implicit reward.",
     "dpo/margin": "Mean difference of implicit rewards.",
     "dpo/tied_frac": "Share of groups without a pair, because all rewards were equal.",

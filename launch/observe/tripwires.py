@@ -38,6 +38,8 @@ MISMATCH_TOKENS = 32
 """So few tokens are not judged, but kept for the next look."""
 MISMATCH_ENDS = 0.5
 """Share of the limit below which a mismatch is over: around the limit it would come and go."""
+FAILING_SAMPLES = 200
+"""In a row, in one actor and for one reason: no function that works now and then is taken for one that does not."""
 FAILING_TIMEOUTS = 5
 """Limits of time, and samples in a row, after which nobody waits for a function that takes too long: each costs a
 whole limit, and hundreds of them hours."""
@@ -187,10 +189,10 @@ class Tripwires:
         yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", config.on_behind, ended)
 
     def _look_at_rewards(self, report: ActorReport) -> Iterator[Trip]:
-        config, most, text = self._config, self._config.failing_limit, ""
+        config, text = self._config, ""
         for failing in report.failing:
             is_slow = failing.timeout_s and failing.for_s >= FAILING_TIMEOUTS * failing.timeout_s
-            if failing.num_samples >= (min(most, FAILING_TIMEOUTS) if is_slow else most):
+            if failing.num_samples >= (FAILING_TIMEOUTS if is_slow else FAILING_SAMPLES):
                 text = (
                     f"reward {failing.name} failed in {report.name} on {failing.num_samples} samples in a row: "
                     f"{failing.why}; the last had the prompt {failing.prompt!r} and the completion "

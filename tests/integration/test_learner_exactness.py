@@ -50,9 +50,11 @@ SCHEDULES = {
     "zero_bubble": {"schedule": "zero_bubble"},
     "zero_bubble_chunks": {"schedule": "zero_bubble", "num_chunks": 2},
     "fused": {"schedule": "fused"},
-    "fused_held_3": {"schedule": "fused", "fused_held": 3},
-    "fused_held_2": {"schedule": "fused", "fused_held": 2},
+    "fused_held_3": {"schedule": "fused"},
+    "fused_held_2": {"schedule": "fused"},
 }
+MOST_HELD = {"fused_held_3": 3, "fused_held_2": 2}
+"""Micro-batches, where it is fewer than a stage of fused passes keeps otherwise."""
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "balance": TrajectoryBalanceConfig(eta=0.3),
     "dpo": OnlineDPOConfig(),
@@ -111,7 +113,10 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
     for split in splits(place.num_stages):
         config = LearnerConfig(**SCHEDULES[split.schedule])
         algorithm = ALGORITHMS[split.algorithm]
-        networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
+        with pytest.MonkeyPatch.context() as patched:
+            if split.schedule in MOST_HELD:
+                patched.setattr("learner.networks.default_most_held", lambda _, most=MOST_HELD[split.schedule]: most)
+            networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
         for module in (module for network in networks.all for module in network.modules if module.share.is_last):
             if module.heads != "token":
                 let_it_matter(module.value_head)

@@ -22,7 +22,7 @@ from learner.step import TrainStep
 from tests.integration.test_learner_exactness import SHAPE, record_gradients
 from tests.world.learner import SEED, TEMPERATURE, build, make_networks, make_rows, run_ranks
 
-ALGORITHM = DistillationConfig(max_log_ratio=2.0)
+ALGORITHM = DistillationConfig()
 MODELS = {
     "student": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     # of other families, widths and depths

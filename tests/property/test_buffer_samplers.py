@@ -28,10 +28,9 @@ def configs(draw):
     replay_sampler = draw(st.sampled_from(sorted(set(SAMPLERS) - {"on_policy_share"})))
     in_order = (replay_sampler if sampler == "on_policy_share" else sampler) in ("fifo", "length_balanced")
     max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
-    with_replacement = max_uses != 1 and not in_order and draw(st.booleans())
-    length_correction, packs = (not with_replacement and draw(st.booleans()) for _ in range(2))
+    length_correction, packs = draw(st.booleans()), draw(st.booleans())
     in_strata = (replay_sampler if sampler == "on_policy_share" else sampler) == "length_balanced"
-    may_have_others = not (with_replacement or length_correction or packs or in_strata)
+    may_have_others = not (length_correction or packs or in_strata)
     return BufferConfig(
         sampler=sampler,
         groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if may_have_others else 1,
@@ -39,10 +38,8 @@ def configs(draw):
         on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         reward_temperature=0.1,
         max_uses=max_uses,
-        with_replacement=with_replacement,
         length_correction=length_correction,
         pack_tokens=40 if packs else 0,
-        eviction=draw(st.sampled_from(["oldest", "lowest_reward"])),
         capacity_trajectories=draw(st.sampled_from([24, 1000])),
         max_attempts=1_000_000,
     )
@@ -152,7 +149,7 @@ class Replay(RuleBasedStateMachine):
         self.drawn.append(step)
         assert len(reply.group_ids) == GROUPS_PER_STEP
         if step not in before:
-            assert self.buffer.config.with_replacement or len(set(reply.group_ids)) == GROUPS_PER_STEP
+            assert len(set(reply.group_ids)) == GROUPS_PER_STEP
         assert reply.lengths == [len(row.token_ids) for row in rows]
         groups = self.buffer.store.read(lambda tx: [tx.groups.require(group) for group in reply.group_ids])
         state = self.buffer.store.read(lambda tx: tx.state)

@@ -21,6 +21,8 @@ PROMPTS = [7, 4, 7, 7, 4, 7, 7, 7, 4]  # groups 0 and 2 are two leases of one pr
 TIGHT = {"type": "token_tis", "cap": 1.2, "floor": 0.8}
 """So near to 1 that some tokens of every batch are bounded on either side."""
 
+PROXIMAL_RLOO = {"proximal": "behaviour", "corrections": ["sequence_clip"], "kl_beta": 0.05}
+
 GROUP_CONFIGS = {
     "tb": TrajectoryBalanceConfig(beta=0.3),
     "tb of prompts": TrajectoryBalanceConfig(beta=0.3, compare="prompt"),
@@ -36,27 +38,25 @@ GROUP_CONFIGS = {
     "dpo without weights": OnlineDPOConfig(beta=0.7, corrections=[]),
     "dpo of prompts": OnlineDPOConfig(beta=0.7, compare="prompt"),
     "ipo": OnlineDPOConfig(beta=0.7, variant="ipo"),
-    "ipo of means": OnlineDPOConfig(beta=0.7, variant="ipo", log_ratio="mean", corrections=[]),
+    "ipo of means": OnlineDPOConfig(beta=0.7, variant="ipo_mean", corrections=[]),
     "rloo": OffPolicyPPOConfig(corrections=[TIGHT]),
     "rloo without corrections": OffPolicyPPOConfig(corrections=[]),
     "rloo of prompts": OffPolicyPPOConfig(compare="prompt", corrections=[]),
     "grpo": OffPolicyPPOConfig(baseline="grpo", kl_beta=0.2, clip_low=0.1, clip_high=0.4, corrections=[]),
-    "grpo without std": OffPolicyPPOConfig(
-        baseline="grpo", normalize_std=False, missing_eos_penalty=0.5, corrections=[]
-    ),
+    "grpo without std": OffPolicyPPOConfig(baseline="dr_grpo", missing_eos_penalty=0.5, corrections=[]),
     "maxrl": OffPolicyPPOConfig(baseline="maxrl", corrections=[]),
-    "dr_grpo": OffPolicyPPOConfig(preset="dr_grpo", length_scale=4.0, corrections=[TIGHT]),
+    "dr_grpo": OffPolicyPPOConfig(baseline="dr_grpo", mean_over=4.0, corrections=[TIGHT]),
     "on stale data": OffPolicyPPOConfig(proximal="behaviour"),
     "interpolated": OffPolicyPPOConfig(
         proximal="interpolated", clip_low=0.1, clip_high=0.1, kl_beta=0.1, corrections=[TIGHT]
     ),
     "dual clip": OffPolicyPPOConfig(dual_clip=1.3, corrections=[]),
-    "proximal rloo": OffPolicyPPOConfig(preset="proximal_rloo"),
+    "proximal rloo": OffPolicyPPOConfig(**PROXIMAL_RLOO),
     "sequence_tis": OffPolicyPPOConfig(corrections=[{"type": "sequence_tis", "cap": 1.2}]),
     "icepop": OffPolicyPPOConfig(corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
     "geometric_mask": OffPolicyPPOConfig(corrections=[{"type": "geometric_mask", "low": 0.9, "high": 1.1}]),
     "sequence_clip": OffPolicyPPOConfig(corrections=[{"type": "sequence_clip", "clip_low": 0.1}]),
-    "sequence_clip of sequences": OffPolicyPPOConfig(preset="proximal_rloo", mean_over="sequences"),
+    "sequence_clip of sequences": OffPolicyPPOConfig(**PROXIMAL_RLOO, mean_over="sequences"),
     "gspo": OffPolicyPPOConfig(corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}]),
     "gspo of sequences": OffPolicyPPOConfig(
         mean_over="sequences", corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}, TIGHT]
@@ -83,11 +83,11 @@ GROUP_CONFIGS = {
 
 OTHER_CONFIGS = {
     "k2 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", corrections=[TIGHT]),
-    "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", kl_estimator="k3", corrections=[]),
+    "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss_k3", corrections=[]),
     "towards the sampler": OffPolicyPPOConfig(kl_beta=0.3, kl_in="behaviour", corrections=["dppo"]),
     "with an entropy bonus": OffPolicyPPOConfig(entropy_coef=0.3, corrections=[TIGHT]),
     "against the batch": OffPolicyPPOConfig(baseline="batch", kl_beta=0.2, corrections=[]),
-    "distillation": DistillationConfig(max_log_ratio=0.4),
+    "distillation": DistillationConfig(),
     "distillation without weights": DistillationConfig(corrections=[]),
     "critic": OffPolicyPPOConfig(baseline="critic", gamma=0.9, gae_lambda=0.8, kl_beta=0.1, corrections=[]),
     "critic unclipped": OffPolicyPPOConfig(baseline="critic", critic="model", value_clip=0, corrections=["gspo"]),

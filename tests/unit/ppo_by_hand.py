@@ -78,7 +78,7 @@ def group_advantages(inputs, rewards, config):
             found.append(reward / mean - 1)
         else:
             std = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / (len(own) - 1))
-            found.append((reward - mean) / (std + 1e-6) if config.normalize_std else reward - mean)
+            found.append((reward - mean) / (std + 1e-6) if config.baseline == "grpo" else reward - mean)
     return found
 
 
@@ -160,7 +160,7 @@ def share(config, inputs, tokens):
     """What each of a sequence's tokens counts in a mean."""
     if config.mean_over == "tokens":
         return 1 / inputs.logprobs_T.numel()
-    return 1 / inputs.num_sequences / (len(tokens) if config.mean_over == "sequences" else config.length_scale)
+    return 1 / inputs.num_sequences / (len(tokens) if config.mean_over == "sequences" else config.mean_over)
 
 
 def ppo(config, inputs) -> ByHand:
@@ -214,10 +214,10 @@ def add_penalties(config, inputs, t, share, weight, result):
     if config.kl_beta > 0 and config.kl_in == "behaviour":
         x = logprob - float(inputs.behaviour_logprobs_T[t])
         terms.append((config.kl_beta, x * x / 2, x))
-    if config.kl_beta > 0 and config.kl_in == "loss":
+    if config.kl_beta > 0 and config.kl_in in ("loss", "loss_k3"):
         x = logprob - float(inputs.reference_logprobs_T[t])
         k2, k3 = (x * x / 2, x), (math.exp(-x) - 1 + x, 1 - math.exp(-x))
-        terms.append((config.kl_beta * weight, *(k2 if config.kl_estimator == "k2" else k3)))
+        terms.append((config.kl_beta * weight, *(k2 if config.kl_in == "loss" else k3)))
     for factor, value, slope in terms:
         result.loss += share * factor * value
         result.slope_T[t] += share * factor * slope

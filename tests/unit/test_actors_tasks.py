@@ -51,8 +51,8 @@ def file_task(tmp_path, rewards):
 
 
 def test_the_split_is_by_question_so_seeds_and_templates_share_no_held_out_question_with_training():
-    one = load_task(gym(seed=1))
-    two = load_task(gym(seed=2, template="{metadata[expression]:compact}="))
+    one = load_task(gym(params={**SUMS, "seed": 1}))
+    two = load_task(gym(params={**SUMS, "seed": 2}, template="{metadata[expression]:compact}="))
     heldout = {problem.question for task in (one, two) for problem in task.heldout}
     train = {problem.question for task in (one, two) for problem in task.train}
     assert not heldout & train
@@ -145,7 +145,7 @@ def test_a_parquet_file_with_held_out_rows_of_its_own_never_trains_on_them(tmp_p
         ({"name": "chainsum"}, "did you mean 'chain_sum'"),
         ({"params": {"min_term": 2}}, "task.params.min_term.*did you mean 'min_terms'"),
         ({"params": {"min_terms": 0}}, "min_terms must be positive"),
-        ({"params": {"seed": 3}}, "set task.seed"),
+        ({"params": {"size": 3}}, "set task.num_train"),
         ({"params": {"max_terms": 1, "min_terms": 1, "max_digits": 1}}, "has only 10 distinct questions"),
         ({"template": "{metadata[expresion]}="}, "did you mean 'expression'"),
         ({"template": "{question.__class__}"}, "is not a template field"),

@@ -15,6 +15,7 @@ from tests.unit import ppo_by_hand
 from tests.unit.loss_batches import (
     CONFIGS,
     LENGTHS,
+    PROXIMAL_RLOO,
     evaluate,
     gradient,
     make_inputs,
@@ -59,7 +60,7 @@ def test_the_batches_of_the_formula_test_reach_every_branch():
         assert all(count < 3 * NUM_TOKENS for count in totals.values()), name
 
 
-@pytest.mark.parametrize("baseline", ["rloo", "grpo"])
+@pytest.mark.parametrize("baseline", ["rloo", "dr_grpo"])
 def test_without_staleness_it_is_the_plain_policy_gradient(baseline):
     inputs = make_inputs()
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
@@ -67,9 +68,9 @@ def test_without_staleness_it_is_the_plain_policy_gradient(baseline):
     for b, reward in enumerate(inputs.rewards_B.tolist()):
         own = [float(inputs.rewards_B[j]) for j in mates_of(inputs, b)]
         mean = sum(own) / len(own)
-        expected_B.append(reward - mean if baseline == "grpo" else reward - (sum(own) - reward) / (len(own) - 1))
+        expected_B.append(reward - mean if baseline == "dr_grpo" else reward - (sum(own) - reward) / (len(own) - 1))
     expected_T = -torch.tensor(expected_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
-    config = OffPolicyPPOConfig(baseline=baseline, normalize_std=baseline != "grpo")
+    config = OffPolicyPPOConfig(baseline=baseline)
     _, slope_T, _, metrics = evaluate(config, fresh)
     torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
     assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
@@ -144,7 +145,7 @@ def tokens_by_sequence(inputs):
     return [tokens for tokens in ppo_by_hand.tokens_of(inputs) if tokens]
 
 
-def kl_slopes(estimator, log_mu_V, log_pi_V, log_ref_V, logits_V):
+def kl_slopes(kl_in, log_mu_V, log_pi_V, log_ref_V, logits_V):
     """Expected gradient of the KL term by the logits: one-token answers sampled by mu, all of them enumerated."""
     size = log_pi_V.numel()
     answers = make_inputs(
@@ -157,7 +158,7 @@ def kl_slopes(estimator, log_mu_V, log_pi_V, log_ref_V, logits_V):
         rewards_B=torch.ones(size, dtype=torch.float64),  # no advantage: the KL is all there is
         finished_B=torch.ones(size, dtype=torch.bool),
     )
-    config = OffPolicyPPOConfig(kl_beta=1.0, kl_in="loss", kl_estimator=estimator, corrections=[])
+    config = OffPolicyPPOConfig(kl_beta=1.0, kl_in=kl_in, corrections=[])
     slope_T = gradient(config, answers)[1] * size  # the loss is a mean over tokens
     return torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)[0]
 
@@ -262,7 +263,7 @@ def test_means_over_sequences_and_sums_of_them_weigh_what_they_say():
     of_sequences_T = gradient(OffPolicyPPOConfig(mean_over="sequences"), fresh)[1]
     length_T = inputs.length_B[inputs.sequence_T]
     torch.testing.assert_close(of_sequences_T, per_token_T / 9 / length_T, rtol=0, atol=1e-12)
-    sums_T = gradient(OffPolicyPPOConfig(mean_over="sequence_sums", length_scale=16), fresh)[1]
+    sums_T = gradient(OffPolicyPPOConfig(mean_over=16), fresh)[1]
     torch.testing.assert_close(sums_T, per_token_T / 9 / 16, rtol=0, atol=1e-12)
 
 
@@ -277,7 +278,7 @@ def test_k2_has_the_gradient_of_the_exact_kl_and_k3_that_of_the_reverse(stale):
     reverse = (log_ref_V.exp() * (log_ref_V - log_pi_V)).sum()
     (forward_V,) = torch.autograd.grad(forward, logits_V, retain_graph=True)
     (reverse_V,) = torch.autograd.grad(reverse, logits_V, retain_graph=True)
-    k2_V, k3_V = (kl_slopes(each, log_mu_V, log_pi_V, log_ref_V, logits_V) for each in ("k2", "k3"))
+    k2_V, k3_V = (kl_slopes(each, log_mu_V, log_pi_V, log_ref_V, logits_V) for each in ("loss", "loss_k3"))
     torch.testing.assert_close(k2_V, forward_V, rtol=0, atol=1e-12)
     torch.testing.assert_close(k3_V, reverse_V, rtol=0, atol=1e-12)
     assert (k3_V - forward_V).abs().max() > 0.01
@@ -286,13 +287,13 @@ def test_k2_has_the_gradient_of_the_exact_kl_and_k3_that_of_the_reverse(stale):
 def test_k3_does_not_push_a_token_away_that_lies_far_below_the_reference():
     inputs = make_inputs()
     far = replace(inputs, reference_logprobs_T=inputs.logprobs_T.detach() + 25, rewards_B=0 * inputs.rewards_B)
-    config = OffPolicyPPOConfig(kl_beta=0.1, kl_in="loss", kl_estimator="k3", proximal="behaviour")
+    config = OffPolicyPPOConfig(kl_beta=0.1, kl_in="loss_k3", proximal="behaviour")
     assert (gradient(config, far)[1] <= 0).all()
 
 
 def test_proximal_rloo_is_the_formula_of_its_paper():
     """Asynchronous RLHF: min(w A, clip(w, 0.8, 1.2) A), w = pi(y) / mu(y), A from r - beta log(mu / ref)(y), RLOO."""
-    config, inputs = OffPolicyPPOConfig(preset="proximal_rloo"), make_inputs(seed=2)
+    config, inputs = OffPolicyPPOConfig(**PROXIMAL_RLOO), make_inputs(seed=2)
     kl = sums(inputs, inputs.behaviour_logprobs_T - inputs.reference_logprobs_T)
     shaped = [float(r) - 0.05 * k for r, k in zip(inputs.rewards_B, kl, strict=True)]
     log_w = sums(inputs, inputs.logprobs_T - inputs.behaviour_logprobs_T)
@@ -311,7 +312,7 @@ def test_proximal_rloo_is_the_formula_of_its_paper():
     assert output_loss * NUM_TOKENS == pytest.approx(loss, abs=1e-12)
     expected_T = torch.tensor(slope_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
     torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
-    papers_loss, slope_T = gradient(OffPolicyPPOConfig(preset="proximal_rloo", mean_over="sequences"), inputs)
+    papers_loss, slope_T = gradient(OffPolicyPPOConfig(**PROXIMAL_RLOO, mean_over="sequences"), inputs)
     assert papers_loss * 9 == pytest.approx(loss, abs=1e-12)
     torch.testing.assert_close(slope_T, expected_T * NUM_TOKENS / 9, rtol=0, atol=1e-12)
 
@@ -320,7 +321,7 @@ def test_proximal_rloo_is_the_formula_of_its_paper():
 def test_a_sequence_that_is_one_action_weighs_as_much_as_any_other_whatever_its_length(mean_over):
     inputs = make_inputs(groups=[0, 0], lengths=[1, 10], rewards_B=torch.tensor([1.0, 0.0]))
     fresh = replace(inputs, logprobs_T=inputs.behaviour_logprobs_T)
-    config = OffPolicyPPOConfig(preset="proximal_rloo", kl_beta=0.0, mean_over=mean_over)
+    config = OffPolicyPPOConfig(proximal="behaviour", corrections=["sequence_clip"], mean_over=mean_over)
     loss, slope_T = gradient(config, fresh)
     assert loss == pytest.approx(0.0, abs=1e-12), "one ratio, and advantages of 1 and -1"
     torch.testing.assert_close(slope_T[0].expand(10), -slope_T[1:], rtol=0, atol=1e-12)
@@ -358,22 +359,11 @@ def test_the_advantage_that_is_logged_is_the_mean_over_tokens():
     assert metric == pytest.approx(sum(map(abs, hand)) / NUM_TOKENS)
 
 
-def test_keys_that_are_given_win_over_the_preset():
-    preset = OffPolicyPPOConfig(preset="proximal_rloo")
-    assert (preset.proximal, preset.baseline, preset.kl_beta, preset.kl_in) == ("behaviour", "rloo", 0.05, "reward")
-    assert [each.type for each in preset.corrections] == ["sequence_clip"]
-    changed = OffPolicyPPOConfig(
-        preset="proximal_rloo", kl_beta=0.0, proximal="draw_start", corrections=["gspo", "icepop"]
-    )
-    assert (changed.proximal, changed.baseline, changed.kl_beta) == ("draw_start", "rloo", 0.0)
-    assert [each.type for each in changed.corrections] == ["gspo", "icepop"]
-    # nor is a preset to blame for what it fills in and a key that is given takes the meaning from
-    kept = [
-        OffPolicyPPOConfig(preset="dr_grpo", baseline="rloo", length_scale=8.0),
-        OffPolicyPPOConfig(preset="proximal_rloo", kl_beta=0.0, corrections=["vespo"]),
-    ]
-    # what a run's folder keeps reads back as the same config
-    for config in (preset, changed, *kept):
+def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
+    around_the_sampler = OffPolicyPPOConfig(proximal="behaviour")
+    assert around_the_sampler.corrections == (), "pi_prox / mu is 1 there"
+    recipes = [OffPolicyPPOConfig(**PROXIMAL_RLOO), OffPolicyPPOConfig(baseline="dr_grpo", mean_over=8.0)]
+    for config in (around_the_sampler, *recipes):
         assert OffPolicyPPOConfig.model_validate(config.model_dump(mode="json")) == config
 
 
@@ -394,28 +384,28 @@ def test_keys_that_are_given_win_over_the_preset():
             {"corrections": ["dppo"], "entropy_coef": 0.1},
             "entropy_coef is weighed by pi_prox / mu, which 'dppo' has none",
         ),
-        ({"corrections": ["vespo"], "kl_beta": 0.1, "kl_in": "loss"}, "kl_in = 'loss' is weighed by pi_prox / mu"),
-        ({"kl_beta": 0.04, "kl_estimator": "k3"}, "kl_estimator is read with kl_in = 'loss' and kl_beta above 0 alone"),
+        (
+            {"corrections": ["vespo"], "kl_beta": 0.1, "kl_in": "loss_k3"},
+            "kl_in = 'loss_k3' is weighed by pi_prox",
+        ),
         ({"kl_in": "loss"}, "kl_in is read with kl_beta above 0 alone: remove it"),
-        ({"normalize_std": False}, "normalize_std is read with baseline = 'grpo' alone"),
         ({"critic": "model"}, "critic is read with baseline = 'critic' alone"),
         ({"gae_lambda": 0.9}, "gae_lambda is read with baseline = 'critic' alone"),
         (
             {"proximal": "interpolated", "corrections": ["vespo"]},
             "proximal is read with a clipped surrogate or a KL in",
         ),
-        ({"preset": "dr_grpo"}, "'sequence_sums' and length_scale belong together"),
-        ({"length_scale": 8.0}, "'sequence_sums' and length_scale belong together"),
+        ({"mean_over": 0.0}, "mean_over"),
+        ({"mean_over": "sequence"}, "mean_over"),
         ({"baseline": "maxrl", "kl_beta": 0.1}, "'maxrl' takes rewards of 0 or more, and kl_in = 'reward' would"),
         ({"baseline": "maxrl", "missing_eos_penalty": 0.1}, "and missing_eos_penalty would make them negative"),
         ({"baseline": "batch", "compare": "prompt"}, "and baseline = 'batch' is none"),
         ({"baseline": "no/such/file.py:mine"}, "there is no file .*no/such/file.py"),
         ({"dual_clip": 1.0}, "dual_clip"),
-        ({"preset": "proximal_rloo", "clip_high": 0.1}, "clip_high is not read with the correction 'sequence_clip'"),
+        ({**PROXIMAL_RLOO, "clip_high": 0.1}, "clip_high is not read with the correction 'sequence_clip'"),
         ({"corrections": [{"type": "icepop", "low": 5.0, "high": 0.5}]}, "icepop: low = 5.0 is not below high = 0.5"),
         ({"corrections": ["token_tsi"]}, "'token_tis', 'sequence_tis', 'icepop', 'geometric_mask', 'sequence_clip'"),
         ({"corrections": [{"type": "token_tis", "cap": math.inf}]}, "cap"),
-        ({"preset": "proximal_rlo"}, "proximal_rloo"),
         ({"kl_beta": -0.1}, "kl_beta"),
         ({"kl_beta": math.nan}, "kl_beta"),
         ({"gamma": 1.1}, "gamma"),

@@ -31,7 +31,7 @@ def test_rewards_whose_mean_would_overflow_are_set_aside(make, sampler, reward):
 
 @pytest.mark.parametrize("sampler", ["fifo", "reward_softmax", "prioritised"])
 def test_the_largest_rewards_can_be_averaged_and_drawn(make, sampler):
-    buffer = make(BufferConfig(sampler=sampler, eviction="lowest_reward"), groups_per_step=1)
+    buffer = make(BufferConfig(sampler=sampler), groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
     generate(buffer, actor, 2, rewards=(1e100, -1e100))

@@ -45,16 +45,6 @@ def test_closed_groups_go_first_and_then_the_oldest_of_replay(make):
     assert (ledger["trained"], ledger["evicted_unused"], buffer.status().num_records) == (2, 4, 20)
 
 
-def test_the_lowest_reward_goes_first_where_the_knob_says_so(make):
-    settings = BufferConfig(sampler="uniform", max_uses="unlimited", eviction="lowest_reward", capacity_trajectories=20)
-    buffer, actor = started(make, settings, groups_per_step=1)
-    rewards = [5.0, -1.0, 3.0, 0.0, -2.5, 4.0, 2.0, 1.0, 9.0, 8.0, 7.0, 6.0]
-    groups = [generate(buffer, actor, 1, [reward])[0] for reward in rewards]
-    kept = {group for group, reward in zip(groups, rewards, strict=True) if reward >= 0.0}
-    assert stored(buffer) == kept
-    assert found(buffer, "reward") == [group for _, group in sorted(zip(rewards, groups, strict=True)) if group in kept]
-
-
 def test_what_a_recorded_draw_needs_stays_until_a_durable_checkpoint(make):
     settings = BufferConfig(sampler="uniform", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import roots_jacobi
 
+from buffer import prompt_laws
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from buffer.length_model import LengthModel, Shape
 from buffer.prompt_laws import (
+    FLOOR,
     ByChance,
     EpochOrder,
     GroupSizes,
@@ -101,18 +103,18 @@ def test_a_learner_that_goes_back_makes_no_sample_count_for_more_than_one():
 # --- what is drawn --------------------------------------------------------------------------------
 
 
-def by_posterior(num=40, floor=0.2):
+def by_posterior(num=40):
     model = SuccessModel(num, TAU)
     for prompt in range(num):
         model.see(prompt, 10**6 * (prompt % 4 > 0), 10**6 * (prompt % 4 < 3), 0)  # each fourth has half of it
-    return ByChance(np.arange(num), 7, model, floor)
+    return ByChance(np.arange(num), 7, model)
 
 
 def test_every_prompt_has_the_share_of_the_floor_and_the_rest_by_weight():
     chances = by_posterior().chances(0)
     assert chances.sum() == pytest.approx(1.0, abs=1e-12)
-    assert chances.min() == pytest.approx(0.2 / 40, rel=1e-3)
-    assert chances[1] == chances[2] == pytest.approx(0.2 / 40 + 0.8 / 20, rel=1e-3)
+    assert chances.min() == pytest.approx(FLOOR / 40, rel=1e-3)
+    assert chances[1] == chances[2] == pytest.approx(FLOOR / 40 + (1 - FLOOR) / 20, rel=1e-3)
 
 
 def test_prompts_are_drawn_by_their_chances():
@@ -240,8 +242,9 @@ class Run:
         return self.buffer.store.read(lambda tx: {prompt: tries for (prompt,), tries in tx.tries.all_items()})
 
 
-def test_prompts_that_are_solved_half_of_the_time_are_trained_more_and_none_is_left_out(make):
-    run = Run(make, prompt_floor=0.3).go(120)
+def test_prompts_that_are_solved_half_of_the_time_are_trained_more_and_none_is_left_out(make, monkeypatch):
+    monkeypatch.setattr(prompt_laws, "FLOOR", 0.3)
+    run = Run(make).go(120)
     times = Counter(run.leased)
     assert times.keys() == set(range(NUM_PROMPTS))
     never, half, always = (sum(count for prompt, count in times.items() if prompt % 3 == kind) for kind in range(3))

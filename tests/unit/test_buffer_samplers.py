@@ -59,14 +59,14 @@ def test_uniform_draws_every_group_alike(make):
 
 
 def test_prioritised_draws_by_the_spread_of_rewards_and_the_age(make, monkeypatch):
-    monkeypatch.setattr(samplers, "EPSILON", 0.04)
-    knobs = {"priority_alpha": 0.5, "age_tau": 2.0}
-    buffer, actor = started(make, config("prioritised", **knobs), groups_per_step=1)
+    monkeypatch.setattr(samplers, "EPSILON", 0.2)
+    monkeypatch.setattr(samplers, "TAU", 2.0)
+    buffer, actor = started(make, config("prioritised"), groups_per_step=1)
     flat, spread = generate(buffer, actor, 1, [1.0]) + generate(buffer, actor, 1, [1.0, 0.0])
     for step in range(1, 3):
         train(buffer, step)
     young = generate(buffer, actor, 1, [1.0], version=PolicyVersion(0, 2))[0]
-    weight = {flat: math.sqrt(0.04), spread: math.sqrt(0.54), young: math.sqrt(0.04) * math.exp(2 / 2.0)}
+    weight = {flat: 0.2, spread: 0.7, young: 0.2 * math.exp(2 / 2.0)}
     total = sum(weight.values())
     assert_near(drawn_in(buffer, 600, first=3), {g: w / total for g, w in weight.items()}, 600)
 
@@ -105,32 +105,8 @@ def test_systematic_shares_are_exact_on_average_and_never_above_a_count():
     assert systematic_shares({}, 4, 0.5) == {}
 
 
-def test_without_replacement_a_step_holds_a_group_once_and_with_it_more_often(make):
-    for with_replacement in (False, True):
-        settings = config("reward_softmax", reward_temperature=0.1, with_replacement=with_replacement)
-        buffer, actor = started(make, settings, groups_per_step=4)
-        best = generate(buffer, actor, 1, [1.0])[0]
-        generate(buffer, actor, 3, [0.0])
-        reply, rows = buffer.draw(1, 0)
-        assert len(reply.group_ids) == 4
-        assert (reply.group_ids.count(best) > 1) == with_replacement
-        assert len(reply.record_ids) == len(rows) == len(reply.lengths) == 8
-        buffer.finish(1, 1)
-        assert buffer.status().ledger["uses"] == 8
-        assert not buffer.draw(2, 1)[0].group_ids[4:]
-
-
-def test_with_replacement_the_reuse_cap_holds_within_a_step(make):
-    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.01, with_replacement=True, max_uses=3)
-    buffer, actor = started(make, settings, groups_per_step=4)
-    best = generate(buffer, actor, 1, [1.0])[0]
-    generate(buffer, actor, 4, [0.0])
-    assert train(buffer, 1).group_ids.count(best) == 3
-    assert best not in train(buffer, 2).group_ids
-
-
-def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has_also_with_replacement(make):
-    buffer, actor = started(make, config("uniform", with_replacement=True), groups_per_step=3)
+def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has(make):
+    buffer, actor = started(make, config("uniform"), groups_per_step=3)
     generate(buffer, actor, 2)
     reply, _ = buffer.draw(1, 0)
     assert (reply.ready, "has 2 of 3 groups" in reply.waiting_for) == (False, True)
@@ -379,7 +355,7 @@ def test_another_sampler_finds_the_groups_of_the_last_one(make):
     groups = generate(buffer, actor, 3, [0.0]) + generate(buffer, actor, 1, [9.0])
     train(buffer, 1)
     for sampler in ("length_balanced", "fifo", "prioritised", "reward_softmax"):
-        buffer.config = BufferConfig(sampler=sampler, max_uses=2, reward_temperature=0.01, eviction="lowest_reward")
+        buffer.config = BufferConfig(sampler=sampler, max_uses=2, reward_temperature=0.01)
         buffer.restart()
         assert buffer.status().num_ready_groups == 4
         assert buffer.faults() == []
@@ -417,12 +393,8 @@ def test_what_a_transaction_changes_in_the_index_is_put_back_where_it_is_not_com
 @pytest.mark.parametrize(
     ("knobs", "sentence"),
     [
-        ({"sampler": "uniform", "with_replacement": True}, "max_uses = 1 allows one"),
-        ({"sampler": "fifo", "with_replacement": True, "max_uses": 2}, "takes groups in order"),
         ({"sampler": "fifo", "max_uses": "unlimited"}, "the same oldest groups at every step"),
         ({"sampler": "on_policy_share", "replay_sampler": "fifo", "max_uses": "unlimited"}, "replay_sampler = 'fifo'"),
-        ({"sampler": "uniform", "max_uses": 2, "with_replacement": True, **PACKS}, "use one of them"),
-        ({"sampler": "uniform", "max_uses": 2, "with_replacement": True, "length_correction": True}, "use one of them"),
         ({"sampler": "newest"}, "sampler"),
         ({"max_uses": 0}, "max_uses"),
     ],

@@ -84,8 +84,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
             ["--learner.schedule", "fused"],
             "learner.schedule = 'fused' runs a critic model's passes beside the policy's",
         ),
-        (["--learner.fused_held", "4"], "learner.fused_held = 4 says nothing with learner.schedule = '1f1b'"),
-        (["--learner.schedule", "fused", "--learner.fused_held", "1"], "learner.fused_held = 1: "),
         (
             ["--learner.activation_checkpointing", "true", "--learner.schedule", "zero_bubble"],
             "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble'",

@@ -92,16 +92,16 @@ def test_reward_models_read_back_are_the_same_and_a_classifier_lies_relative_to_
     assert load_config(again) == config
 
 
-def test_a_resolved_preset_with_corrections_read_back_is_the_same(minimal, tmp_path):
+def test_a_config_with_corrections_read_back_is_the_same(minimal, tmp_path):
     corrections = "['icepop', {type = 'token_tis', cap = 3.0}]"
     config = load_config(minimal, ["--algorithm", "{type = 'off_policy_ppo', corrections = " + corrections + "}"])
-    preset = load_config(minimal, ["--algorithm", "{type = 'off_policy_ppo', preset = 'proximal_rloo', kl_beta = 0.2}"])
+    stale = load_config(minimal, ["--algorithm", "{type = 'off_policy_ppo', proximal = 'behaviour', mean_over = 64}"])
     again = tmp_path / "again.toml"
-    for each in (config, preset):
+    for each in (config, stale):
         again.write_text(to_toml(each))
         assert load_config(again) == each
     assert [each.type for each in config.algorithm.corrections] == ["icepop", "token_tis"]
-    assert (preset.algorithm.proximal, preset.algorithm.kl_beta) == ("behaviour", 0.2)
+    assert (stale.algorithm.corrections, stale.algorithm.mean_over) == ((), 64.0)
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,8 @@ def test_a_trip_that_is_to_stop_the_run_fails_it_with_its_name_and_its_knob(run)
 
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_a_run_whose_samples_all_fail_stops_with_the_sentence_also_in_an_evaluation(run, monkeypatch, evaluating):
-    watched = run("--launch.failing_limit", "3")
+    monkeypatch.setattr("launch.observe.tripwires.FAILING_SAMPLES", 3)
+    watched = run()
     news = PollResult(actors=[report("actor-0", 0, failing=[failing(3)])])
     monkeypatch.setattr(train, "POLL_S", 0.0)
     watched.run.supervisor.hear_actors = lambda: news

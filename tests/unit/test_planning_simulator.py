@@ -160,21 +160,6 @@ def test_what_is_dropped_as_stale_after_a_use_is_not_issued_again():
     assert returned == [group.prompt for group in dropped if not group.uses]
 
 
-def test_a_group_that_a_step_draws_twice_takes_up_room_once():
-    again = {"sampler": "uniform", "max_uses": "unlimited", "with_replacement": True}
-    simulation = Simulation(world(engines=4, step_s=10.0, max_lag=8, sampler=again))
-    use, pending = simulation._buffer.use, []
-
-    def watched(groups):
-        pending.append((simulation._num_pending, len(set(groups)), len(groups)))
-        use(groups)
-
-    simulation._buffer.use = watched
-    simulation.run(30)
-    assert any(num_different < num_drawn for _, num_different, num_drawn in pending)
-    assert all(num_pending == num_different for num_pending, num_different, _ in pending)
-
-
 def test_groups_of_the_step_in_progress_keep_no_new_ones_from_being_generated():
     often = {"sampler": "uniform", "max_uses": 2, "replay_steps": 1.0}
     found = Simulation(world(engines=8, step_s=10.0, sampler=often, max_lag="unbounded")).run(60, warm_up=20)
