@@ -91,7 +91,7 @@ ROWS = (
     _ppo("", 1e-2),
     _ppo("+unbounded", 1e-2, corrections=[]),
     _ppo("+naive", 1e-2, proximal="behaviour"),
-    _ppo("+proximal_rloo", 1e-2, proximal="behaviour", corrections=["sequence_clip"], kl_beta=0.05),
+    _ppo("+proximal_rloo", 1e-2, proximal="behaviour", corrections=["sequence_clip"]),
     _ppo("+sequence_tis", 1e-2, corrections=["sequence_tis"]),
     _ppo("+icepop", 1e-2, corrections=["icepop"]),
     _ppo("+geometric_mask", 1e-2, corrections=["geometric_mask"]),
