@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import inspect
 import json
@@ -27,13 +26,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 from pydantic import TypeAdapter
 
 from actors.config import OFFLINE_ENV
-from actors.sandbox import HINT, cut_network
+from actors.sandbox import HINT, cut_network, die_with_parent
 from actors.tasks import Problem, RewardFunction, TaskError, load_reward
 from actors.tasks.config import Classifier, Judge, TaskConfig
 from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
@@ -43,7 +42,6 @@ MEMORY_BYTES = 16 * 2**30
 _END_S = 5.0
 """How long the kernel may take to end a process that is killed; one that holds much memory takes longest."""
 _LOOK_S = 0.005
-_PR_SET_PDEATHSIG = 1
 _FIRST_TO_GO = 1000
 """For the kernel, where memory is short: the reward's process ends, and not the actor."""
 _MOST_CHARACTERS = 4000
@@ -82,20 +80,6 @@ class CallFailed(Exception):
 
 Value = float | CallFailed | None
 """Of a sample: a finite number, None where the function does not apply, or why this sample alone has none."""
-
-
-class Caller(Protocol):
-    """What calls a reward function: a `RewardProcess`, or what a test has in its place."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Can it take another call?"""
-
-    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
-        """What each sample has; CallFailed where it is not known which sample is to blame."""
-
-    async def end(self) -> None:
-        """Call nothing more; what is called ends at once. May be called twice."""
 
 
 class _Outcome(msgspec.Struct, omit_defaults=True):
@@ -200,7 +184,7 @@ class RewardProcess:
         return (await self._ask(_asked(problems, completions))).values_or_failure()
 
     async def end(self) -> None:
-        """End it, and whatever it has started; waits for the kernel, with a bound."""
+        """End it, and whatever it has started; waits for the kernel, with a bound. May be called twice."""
         self._is_ended = True
         self._kill()
         await self._status()
@@ -258,7 +242,7 @@ def _in_words(status: int | None) -> str:
 def serve(descriptor: str, parent: str) -> None:
     """Load a function and make its calls, until the other end is closed."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_GO))
     if os.getppid() != int(parent):

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from actors.reward_process import Caller, CallFailed, RewardProcess, Value
-from actors.tasks.code import AT_ONCE
+from actors.reward_process import CallFailed, RewardProcess, Value
 from actors.tasks.config import Classifier, CodeRule, Judge
+from actors.tasks.rules import AT_ONCE
 from actors.tasks.task import Problem, RewardFunction, TaskError
 from buffer.ledger import REWARD_FAILED
 
@@ -39,7 +39,7 @@ _SHOWN_CHARACTERS = 200
 _PATIENCE_S = 0.1
 """Calls wait so long for a process that is busy before another is started: a cheap function has one."""
 
-Start = Callable[[RewardFunction, float], Awaitable[Caller]]
+Start = Callable[[RewardFunction, float], Awaitable[RewardProcess]]
 
 
 class RewardFailed(Exception):
@@ -186,8 +186,8 @@ class _Lane:
         # a second process would hold the model a second time
         self._slots = asyncio.Semaphore(1 if isinstance(function.named, Classifier) else limits.num_processes)
         self._timeout_s = _call_limit_s(function, limits)
-        self._callers: set[Caller] = set()
-        self._idle: asyncio.LifoQueue[Caller] = asyncio.LifoQueue()
+        self._callers: set[RewardProcess] = set()
+        self._idle: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
         self._open: dict[int, float] = {}
         """Calls -> since when, oldest first."""
         self._numbers = itertools.count()
@@ -297,7 +297,7 @@ class _Lane:
         finally:
             del self._open[number]
 
-    async def _call_of(self, caller: Caller, batch: Sequence[_Waiting]) -> list[Value]:
+    async def _call_of(self, caller: RewardProcess, batch: Sequence[_Waiting]) -> list[Value]:
         is_lost = True  # also where the call is cancelled: it cannot be taken back
         limit_s = self._timeout_s
         try:
@@ -318,7 +318,7 @@ class _Lane:
             else:
                 self._idle.put_nowait(caller)
 
-    async def _caller(self) -> Caller:
+    async def _caller(self) -> RewardProcess:
         """One that is idle, now or soon; else another is started, one at a time, and whichever is free first is it."""
         is_patient = bool(self._callers)
         while True:
@@ -345,7 +345,7 @@ class _Lane:
         except CallFailed as failure:
             _log.warning("reward %s: one process more did not start: %s", self.function.name, failure)
 
-    async def _another(self) -> Caller:
+    async def _another(self) -> RewardProcess:
         self._is_starting = True
         try:
             caller = await self._start(self.function, self._limits.start_timeout_s)

@@ -1,7 +1,8 @@
 """Namespaces: how a process is cut off from the network, and where programs that a model wrote are run.
 
-cut_network  this process, and all that it starts, sees no network any more
-serve        a program of its own: runs programs one after the other, each within limits, and says what each did
+cut_network      this process, and all that it starts, sees no network any more
+die_with_parent  it ends with the process that started it
+serve            a program of its own: runs programs one after the other, each within limits, and says what each did
 
 Needs the standard library alone, so that it starts in milliseconds. With the kernel's leave the programs have no
 network, no process of the machine beside them, a file system that they can read and not write, and a small folder in
@@ -113,6 +114,11 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
             map_file.write(text)
 
 
+def die_with_parent() -> None:
+    """Have the kernel end this process with the thread that started it; one that is gone already ends nothing."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 # --- a program of its own -------------------------------------------------------------------------------
 
 
@@ -139,7 +145,7 @@ def serve(parent: str) -> None:
     except OSError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)
-    _die_with_parent()
+    die_with_parent()
     if os.getppid() != int(parent):
         return
     if not job["isolated"]:
@@ -149,7 +155,7 @@ def serve(parent: str) -> None:
     if child := os.fork():  # the first process of its namespace, with which all others there end
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    _die_with_parent()
+    die_with_parent()
     try:
         _mount_read_only()
     except OSError as error:
@@ -157,10 +163,6 @@ def serve(parent: str) -> None:
         os._exit(REFUSED)
     _write(_results(job, SCRATCH))
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write(results: list[bool]) -> None:
@@ -310,7 +312,7 @@ def _end(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
 
 def _limit(job: dict[str, Any]) -> None:
     """In the program's process, before it is the program."""
-    _die_with_parent()
+    die_with_parent()
     seconds = int(job["timeout_s"]) + 1
     limits = {
         resource.RLIMIT_CPU: seconds,

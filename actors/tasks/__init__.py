@@ -4,13 +4,11 @@ config     the `[task]` section
 task       Task, Problem, RewardFunction; PromptCodec: prompts to token ids, completions to text
 prompts    Template: an item's columns to the text of a prompt; held_out: a question's hash has it train or evaluate;
            teachers_of: who teaches a prompt
+           the rows of a JSONL or Parquet file
 gym        any reasoning-gym dataset by name
-files      JSONL or Parquet rows
 functions  reward functions from FILE.py:FUNCTION, in TRL's shape
 rules      rewards by name: math, exact, contains, regex, code
-code       the last of them: a completion's Python against the tests of its row
-judge      a language model behind an endpoint, which rates answers
-classifier a sequence classifier, whose output is the reward
+reward_models  a judge behind an endpoint, which rates answers; a sequence classifier, whose output is the reward
 
 Importing this package, and `check_task` without a model folder, imports neither torch, vllm nor ray.
 """
@@ -23,7 +21,7 @@ from pathlib import Path
 
 from actors.tasks.config import Classifier, FileTask, Judge, ReasoningGymTask, TaskConfig
 from actors.tasks.functions import check_functions, check_network, load_function, try_imports
-from actors.tasks.prompts import Split, held_out, teachers_of
+from actors.tasks.prompts import Split, file_problems, held_out, teachers_of
 from actors.tasks.rules import check_rule, load_rule
 from actors.tasks.task import Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
@@ -87,12 +85,12 @@ def _check_named(
     """Look at what stands under a name of `rewards`; what imports much is imported where it is asked for."""
     section = config.named_rewards.get(name)
     if isinstance(section, Judge):
-        from actors.tasks.judge import check_judge
+        from actors.tasks.reward_models import check_judge
 
         check_judge(name, section, columns, ask=here)
     elif isinstance(section, Classifier):
         if has_model:
-            from actors.tasks.classifier import check_classifier
+            from actors.tasks.reward_models import check_classifier
 
             check_classifier(name, section)
     elif section is not None:
@@ -100,13 +98,7 @@ def _check_named(
 
 
 def load_encoded(task: TaskConfig, model_path: Path, max_prompt_tokens: int) -> tuple[Task, PromptCodec]:
-    """A task with encoded prompts, as actors have it, and the codec that encoded them; errors as of both.
-
-    Args:
-        task: the `[task]` section.
-        model_path: the checkpoint whose tokenizer it is.
-        max_prompt_tokens: a longer prompt is refused.
-    """
+    """A task with encoded prompts, as actors have it, and the codec that encoded them; errors as of both."""
     codec = PromptCodec(model_path, task.chat, task.system_prompt)
     return load_task(task).encoded(codec.encode, max_prompt_tokens), codec
 
@@ -132,11 +124,11 @@ def load_reward(function: RewardFunction) -> Call:
     if function.reference:
         return load_function(function.reference, function.columns)
     if isinstance(named, Judge):
-        from actors.tasks.judge import load_judge
+        from actors.tasks.reward_models import load_judge
 
         return load_judge(function.name, named, function.columns)
     if isinstance(named, Classifier):
-        from actors.tasks.classifier import load_classifier
+        from actors.tasks.reward_models import load_classifier
 
         return load_classifier(function.name, named)
     if named is not None:
@@ -148,11 +140,9 @@ def load_reward(function: RewardFunction) -> Call:
 
 
 def _problems(config: ReasoningGymTask | FileTask) -> tuple[Split, list[str]]:
-    # Both adapters import libraries that a process which only reads the configuration need not load.
     if isinstance(config, ReasoningGymTask):
+        # it imports a library that a process with prompts from files need not load
         from actors.tasks.gym import COLUMNS, gym_problems
 
         return gym_problems(config), list(COLUMNS)
-    from actors.tasks.files import file_problems
-
     return file_problems(config)

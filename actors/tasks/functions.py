@@ -40,7 +40,7 @@ def parse_reference(reference: str) -> tuple[Path, str]:
         raise TaskError(f"task.rewards: {error}") from error
 
 
-def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str] = ()) -> None:
+def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str]) -> None:
     """Check reward functions, each as FILE.py:FUNCTION, without running their files, which may import anything.
 
     Names of reward models and rules may stand between them.

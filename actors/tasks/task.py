@@ -29,6 +29,11 @@ def among_known(name: str, known: Iterable[str]) -> str:
     return f"known: {shown or 'none'}{did_you_mean(name, names)}"
 
 
+def first_line(error: BaseException) -> str:
+    """What a library says first of what went wrong; the kind of the error where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @dataclass(frozen=True, slots=True)
 class NoScore:
     """In the place of a score: this sample has none, and no other is to blame."""
@@ -229,9 +234,9 @@ class PromptCodec:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # of many kinds, among them a bare Exception for a file that is damaged
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TaskError(
-                f"model folder {folder} holds no tokenizer that can be loaded: {why}; fetch its files again"
+                f"model folder {folder} holds no tokenizer that can be loaded: {first_line(error)}; fetch its files "
+                "again"
             ) from error
         if chat and not self._tokenizer.chat_template:
             raise TaskError(f"task.chat = true, but the tokenizer in {folder} has no chat template; set chat = false")

@@ -15,18 +15,17 @@ import psutil
 import pytest
 
 from actors import sandbox
-from actors.tasks import Problem
-from actors.tasks import code as code_rule
+from actors.tasks import Problem, rules
 from actors.tasks.config import CodeRule
 
 
 @pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])
 def is_isolated(request, monkeypatch):
     """Where the kernel isolates them, and as where it does not."""
-    try_way = code_rule._try
+    try_way = rules._try
     if not request.param:
-        monkeypatch.setattr(code_rule, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
-    elif not code_rule._way("code", CodeRule())[0].isolated:
+        monkeypatch.setattr(rules, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
+    elif not rules._way("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     return request.param
 
@@ -34,7 +33,7 @@ def is_isolated(request, monkeypatch):
 def rewards(source, tests, **keys):
     """What the rule gives to a program, once."""
     rule = CodeRule(**{"timeout_s": 20.0, **keys})
-    call = code_rule.load_code("code", rule, lambda problem: problem.columns["tests"])
+    call = rules.load_code("code", rule, lambda problem: problem.columns["tests"])
     (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], [source]))
     return value
 
@@ -92,7 +91,7 @@ def commands():
 
 
 def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_else(tmp_path):
-    if not code_rule._way("code", CodeRule())[0].isolated:
+    if not rules._way("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -114,7 +113,7 @@ def is_a_test(process):
 
 
 def test_a_sandbox_that_is_killed_takes_its_program_along():
-    if not code_rule._way("code", CodeRule())[0].isolated:
+    if not rules._way("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     before = set(psutil.Process().children(recursive=True))
 
@@ -122,7 +121,7 @@ def test_a_sandbox_that_is_killed_takes_its_program_along():
         return [each for each in set(psutil.Process().children(recursive=True)) - before if is_a_test(each)]
 
     async def give_up():
-        call = code_rule.load_code("code", CodeRule(timeout_s=100.0), lambda problem: problem.columns["tests"])
+        call = rules.load_code("code", CodeRule(timeout_s=100.0), lambda problem: problem.columns["tests"])
         tests = {"tests": ["assert True"]}
         task = asyncio.create_task(call([Problem("q", "q", tests)], ["import time\ntime.sleep(100)"]))
         await until(programs)

@@ -74,6 +74,14 @@ def test_a_text_that_is_too_long_has_no_score_and_costs_no_other_its_own(tmp_pat
     assert isinstance(short, float)
 
 
+def test_a_text_of_which_the_tokenizer_makes_no_token_has_no_score_and_is_not_called_too_long(tmp_path):
+    make(tmp_path)
+    (function,) = load_task(task(tmp_path)).rewards
+    nothing, short = load_reward(function)([Problem("", "", {}), Problem("1+1=", "1+1=", {})], ["", "2"])
+    assert nothing == NoScore("the reward model's tokenizer makes no token of the text")
+    assert isinstance(short, float)
+
+
 def test_a_model_whose_positions_begin_behind_its_padding_takes_fewer_tokens_than_it_has_positions(tmp_path):
     _, tokenizer = make(tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

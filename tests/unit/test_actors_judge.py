@@ -9,8 +9,7 @@ import pytest
 from openai._constants import MAX_RETRY_AFTER_DELAY
 
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
-from actors.tasks import Problem, RewardFunction, TaskError, check_task, load_reward, load_task
-from actors.tasks import judge as judge_rewards
+from actors.tasks import Problem, RewardFunction, TaskError, check_task, load_reward, load_task, reward_models
 from actors.tasks.config import ReasoningGymTask
 from actors.tasks.task import TOOK_TOO_LONG, NoScore
 from tests.world.judge_server import judge_server
@@ -142,8 +141,8 @@ def test_one_that_is_busy_or_fails_is_asked_again_and_others_do_not_wait_for_it(
     ],
 )
 def test_an_endpoint_that_asks_for_a_longer_pause_than_the_library_makes_is_asked_again_too(monkeypatch, header):
-    assert judge_rewards._LONGEST_PAUSE_S <= MAX_RETRY_AFTER_DELAY
-    monkeypatch.setattr(judge_rewards, "_LONGEST_PAUSE_S", 0.05)
+    assert reward_models._LONGEST_PAUSE_S <= MAX_RETRY_AFTER_DELAY
+    monkeypatch.setattr(reward_models, "_LONGEST_PAUSE_S", 0.05)
     answers = ["10", (429, header)]
     with judge_server(lambda text: answers.pop()) as server:
         assert rate(task(server.endpoint), "busy") == [1.0]

@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from actors.tasks import Problem, TaskError, check_task, load_reward, load_task
-from actors.tasks import code as code_rule
-from actors.tasks import rules as rules_module
-from actors.tasks.code import source_of
+from actors.tasks import Problem, TaskError, check_task, load_reward, load_task, rules
 from actors.tasks.config import CodeRule, ExactRule, ReasoningGymTask
-from actors.tasks.rules import check_rule
+from actors.tasks.rules import check_rule, source_of
 from actors.tasks.task import NoScore
 
 
@@ -140,7 +137,7 @@ def test_a_table_that_cannot_be_meant_is_refused(rewards, tables, message):
 
 
 def test_without_its_library_the_rule_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(rules_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
     check_task(gym("math"))  # where actors are elsewhere, they look
     with pytest.raises(TaskError, match=r"needs math-verify, which .* pip install 'math-verify==0.9.0'"):
         check_task(gym("math"), import_limit_s=30.0)
@@ -219,9 +216,9 @@ def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, progr
         seen.append(given)
         return [True] * len(given)
 
-    monkeypatch.setattr(code_rule, "_way", lambda name, rule: (code_rule._Way(as_nobody=False, isolated=True), ""))
-    monkeypatch.setattr(code_rule, "_run", run)
-    call = code_rule.load_code("code", CodeRule(), lambda problem: problem.columns["tests"])
+    monkeypatch.setattr(rules, "_way", lambda name, rule: (rules._Way(as_nobody=False, isolated=True), ""))
+    monkeypatch.setattr(rules, "_run", run)
+    call = rules.load_code("code", CodeRule(), lambda problem: problem.columns["tests"])
     (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], ["a = 1"]))
     if programs is None:
         assert isinstance(value, NoScore)
@@ -254,7 +251,7 @@ METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
 def test_a_function_is_called_by_its_name_also_as_a_method_of_solution_and_may_be_wanted_in_a_list(
     program, wanted, passes
 ):
-    (test,) = code_rule._tests({"inputs": [[1, 2]], "outputs": [wanted], "fn_name": "add"})
+    (test,) = rules._tests({"inputs": [[1, 2]], "outputs": [wanted], "fn_name": "add"})
     space = {}
     exec(program, space)
     with nullcontext() if passes else pytest.raises((AssertionError, NameError)):
@@ -265,17 +262,17 @@ def test_a_function_is_called_by_its_name_also_as_a_method_of_solution_and_may_b
 def test_a_kernel_that_isolates_nothing_is_told_of_once_or_refused_where_isolation_is_required(
     monkeypatch, caplog, require
 ):
-    monkeypatch.setattr(code_rule, "_try", lambda rule, way: "Operation not permitted" if way.isolated else "")
+    monkeypatch.setattr(rules, "_try", lambda rule, way: "Operation not permitted" if way.isolated else "")
     rule = CodeRule(require_isolation=require)
     refused = pytest.raises(TaskError, match=r"code.require_isolation = true, but the kernel does not isolate")
     with refused if require else nullcontext():
-        code_rule.load_code("code", rule, lambda problem: None)
+        rules.load_code("code", rule, lambda problem: None)
     if not require:
         assert "the kernel does not isolate the programs (Operation not permitted)" in caplog.text
         assert "they may use the network" in caplog.text
 
 
 def test_where_no_program_runs_at_all_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr(code_rule, "_try", lambda rule, way: "no memory")
+    monkeypatch.setattr(rules, "_try", lambda rule, way: "no memory")
     with pytest.raises(TaskError, match=r"'code' cannot run a program here: no memory"):
-        code_rule.check_code("code", CodeRule())
+        rules.check_code("code", CodeRule())

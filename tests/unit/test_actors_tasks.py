@@ -276,7 +276,7 @@ def test_a_mark_of_the_order_of_bytes_is_read_over(tmp_path, file_task):
 
 @pytest.mark.parametrize("own_file", [False, True])
 def test_a_large_file_holds_out_no_more_than_an_evaluation_can_answer(tmp_path, file_task, monkeypatch, own_file):
-    monkeypatch.setattr("actors.tasks.files.MOST_HELDOUT", 5)
+    monkeypatch.setattr("actors.tasks.prompts.MOST_HELDOUT", 5)
     changes = {"heldout_share": 0.5}
     if own_file:
         rows = [{"question": f"{a} + 1 ?", "answer": str(a + 1)} for a in range(50, 90)]
