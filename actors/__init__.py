@@ -1,9 +1,9 @@
 """Actors: they lease prompts, generate with vLLM, score, and push each trajectory as it completes.
 
 engine    Engine: generates with vLLM, and takes newer weights while it does
-generation  Generation: what one request generated, whole or in part
 engine_setup  its arguments and environment; EngineSockets: where vLLM's own sockets lie, and their end
-engine_stats  EngineStats: what its steps cost, how full its cache is, whom it preempts
+engine_output  Generation: what one request generated, whole or in part
+           EngineStats: what its steps cost, how full its cache is, whom it preempts
 kv_gate   KvGate, Slots: which samples the engine starts, as its cache has room for them to their end
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0

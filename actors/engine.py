@@ -1,7 +1,7 @@
 """One vLLM engine: generates token in, token out, and takes newer weights while it does.
 
-With `engine_setup`, all of `actors` that knows vLLM's API. The engine runs in processes of its own, which end
-with the process that started it, however that ends.
+With `engine_setup` and `engine_output`, all of `actors` that knows vLLM's API. The engine runs in processes of its own,
+which end with the process that started it, however that ends.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from actors.config import ActorsConfig
+from actors.engine_output import (
+    EngineError,
+    EngineReport,
+    EngineStats,
+    Generation,
+    RequestRefused,
+    completion_of,
+    stat_logger,
+)
 from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
-from actors.engine_stats import EngineReport, EngineStats, stat_logger
-from actors.generation import EngineError, Generation, RequestRefused, completion_of
 from actors.kv_gate import KvCache
 from buffer.trajectory import Prefix
 from common.hf_folder import check_model_folder
@@ -89,7 +96,8 @@ class Engine:
         self._stats = stats
         self._sockets = sockets
         self._config = config
-        self._version = version
+        self.version = version
+        """That new requests start under."""
         self._stop_token_ids = stop_token_ids
         self._numbers = itertools.count()
         self._known_sampling: dict[float, SamplingParams] = {}
@@ -105,11 +113,8 @@ class Engine:
     async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
         """Start an engine. Takes 20 to 30 seconds on CPU, during which the event loop stands still.
 
-        Args:
-            model_path: checkpoint from `common.serving_model.prepare_serving_model`.
-            config: the `[actors]` section.
-            version: what the checkpoint's weights are called in spans.
-            seed: of the sampler; give every actor another one.
+        `model_path` is a checkpoint from `common.serving_model.prepare_serving_model`, and `version` what its weights
+        are called in spans. Give every actor another seed.
 
         Raises:
             ModelFolderError: the checkpoint is incomplete.
@@ -142,11 +147,6 @@ class Engine:
                 f"the vLLM engine for {model_path} did not start: {error}; its own words are in this process's log"
             ) from error
         return engine
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The version that new requests start under."""
-        return self._version
 
     @property
     def step_s(self) -> float:
@@ -253,7 +253,7 @@ class Engine:
                 pass
         llm = self._alive()
         # prefixes cached under one version are never reused under another
-        version = self._version
+        version = self.version
         prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
         request_id = f"r{next(self._numbers)}"
         # what was handed on is the last to be preempted: most would have to be computed anew
@@ -279,7 +279,7 @@ class Engine:
         return version, final
 
     def _cache_salt(self) -> str:
-        return str(self._version)
+        return str(self.version)
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
         """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
@@ -300,7 +300,7 @@ class Engine:
             self._broken = self._broken or f"it did not verify version {staged.version}: {late}"
             raise EngineDead(self._last_words()) from error
         for refusal in filter(None, refusals):
-            raise UpdateRefused(f"{refusal}; still serving version {self._version}")
+            raise UpdateRefused(f"{refusal}; still serving version {self.version}")
         self._verified = _update_of(staged)
 
     async def apply(
@@ -326,7 +326,7 @@ class Engine:
             if num_ranks > 1 and verified != _update_of(staged):
                 raise UpdateRefused(
                     f"version {staged.version} was not verified before the pause, as it has to be with "
-                    f"actors.tensor_parallel_size = {num_ranks}; still serving version {self._version}"
+                    f"actors.tensor_parallel_size = {num_ranks}; still serving version {self.version}"
                 )
             started_s = time.perf_counter()
             # until generation goes on, whatever ends this early (cancellation too) leaves an engine to replace
@@ -341,8 +341,8 @@ class Engine:
             self._broken = None
             self._stats.interrupt(recomputes=kv_cache == "recompute")
             if refusal is not None:
-                raise UpdateRefused(f"{refusal}; still serving version {self._version}")
-            self._version = staged.version
+                raise UpdateRefused(f"{refusal}; still serving version {self.version}")
+            self.version = staged.version
             return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
 
     async def stop(self) -> None:
@@ -390,7 +390,7 @@ class Engine:
 
     def _last_words(self) -> str:
         return (
-            f"the vLLM engine that served version {self._version} is not usable: {self._broken or 'its process ended'}"
+            f"the vLLM engine that served version {self.version} is not usable: {self._broken or 'its process ended'}"
             f"; its own words are in the log of this process ({os.getpid()}). Start another"
         )
 

@@ -269,19 +269,14 @@ class ActorLoop:
             num_samples=counts.num_samples,
             num_tokens=counts.num_tokens,
             num_outcomes=dict(counts.outcomes),
-            num_failed=dict(counts.failed),
             failing=parts.scorer.failing,
-            num_handed_on=counts.num_handed_on,
             num_tokens_lost=counts.num_tokens_lost,
             settled_s=counts.settled_s,
-            num_leases_lost=counts.num_leases_lost,
             num_running=self._maker.busy.num_running,
             num_slots=self._maker.slots.at_once(),
             running_s=self._maker.busy.running_s(),
             busy_intervals=self._maker.busy.take(),
             refused=self._follower.refused,
-            version_since_s=self._follower.version_since_s,
-            num_updates=self._follower.num_updates,
             updates=self._follower.take_updates(),
             hand_on_at=self._hand_on_at,
             waiting=waiting,
@@ -348,9 +343,14 @@ class ActorLoop:
         self._held[lease.lease_id] = held
         self._leased.set()
         for index in indices:
-            held.tasks[index] = task = asyncio.create_task(self._make_sample(held, index))
-            self._samples.add(task)
-            task.add_done_callback(partial(self._on_sample_done, held, index))
+            held.tasks[index] = self._begin(self._make_sample(held, index), held, index)
+
+    def _begin(self, work: Coroutine[Any, Any, None], held: HeldLease, index: int) -> asyncio.Task[None]:
+        """What fails of it ends the loop."""
+        task = asyncio.create_task(work)
+        self._samples.add(task)
+        task.add_done_callback(partial(self._on_sample_done, held, index))
+        return task
 
     async def _renew_leases(self) -> None:
         """Renew each lease at every third of its timeout; what the buffer took back is cancelled."""
@@ -369,8 +369,6 @@ class ActorLoop:
                 held.renew_at_s = now_s + held.lease.timeout_s / 3
             reply = await settled(self._client.renew(list(due)))
             lost = [self._held.pop(lease_id) for lease_id in reply.lost if lease_id in self._held]
-            # A lease whose last sample was just committed is gone as well, but nothing is lost with it.
-            self._maker.counts.num_leases_lost += sum(1 for held in lost if held.tasks)
             self._handing_on.count_lost(lost)
             await self._cancel_samples(lost)
             self._room_changed.set()
@@ -386,7 +384,6 @@ class ActorLoop:
     # --- samples ----------------------------------------------------------------------------------
 
     async def _make_sample(self, held: HeldLease, index: int) -> None:
-        counts = self._maker.counts
         try:
             try:
                 try:
@@ -409,26 +406,22 @@ class ActorLoop:
             del held.completed[index]
             held.pushing.add(index)
             self._account(await self._push(trajectory), held.lease, index)
-            counts.settled_s += time.time() - trajectory.finished_s
+            self._maker.counts.settled_s += time.time() - trajectory.finished_s
         except SampleFailed as failure:
-            counts.failed[str(failure)] += 1
             await settled(self._client.give_up(held.lease, [index], str(failure)))
-        self._settle(held, index)
+        held.open.discard(index)
+        self._settle(held)
 
     def _outgrown(self, held: HeldLease, index: int) -> None:
         """A sample would be late here. It goes on elsewhere, with all of its group that is not generated."""
         if index not in held.left:
             leaving = held.to_generate | {index}
             held.left |= leaving
-            task = asyncio.create_task(self._leave(held, leaving))
-            self._samples.add(task)
-            task.add_done_callback(partial(self._on_sample_done, held, index))
+            self._begin(self._leave(held, leaving), held, index)
 
     async def _leave(self, held: HeldLease, indices: set[int]) -> None:
         await self._handing_on.leave(held, indices)
-        if not held.open:
-            self._held.pop(held.lease.lease_id, None)
-        self._room_changed.set()
+        self._settle(held)
 
     async def _push(self, trajectory: Trajectory) -> RowResult:
         """Push once there is credit, in order: without it the client would block this event loop.
@@ -451,8 +444,8 @@ class ActorLoop:
             _log.error("the buffer quarantined group %d, sample %d: %s", lease.group_id, index, result.reason)
         self._maker.counts.outcomes[result.outcome] += 1
 
-    def _settle(self, held: HeldLease, index: int) -> None:
-        held.open.discard(index)
+    def _settle(self, held: HeldLease) -> None:
+        """Some of its samples are open no more."""
         if not held.open:
             self._held.pop(held.lease.lease_id, None)
         self._room_changed.set()

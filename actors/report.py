@@ -7,8 +7,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.engine_stats import EngineReport
+from actors.engine_output import EngineReport
 from actors.rewards import FailingReward
+
+_MAX_INTERVALS = 4096
+"""If nobody takes them, the oldest are forgotten beyond this number."""
 
 
 def actor_name(number: int) -> str:
@@ -51,17 +54,12 @@ class ActorReport:
     """Tokens of those completions."""
     num_outcomes: dict[str, int]
     """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
-    num_failed: dict[str, int]
-    """Samples given up, by reason."""
     failing: list[FailingReward]
     """Reward functions whose last sample, of training or an evaluation, was given up."""
-    num_handed_on: int
-    """Samples left to another actor, with what there was of them."""
     num_tokens_lost: int
     """Tokens thrown away with samples whose lease was lost or that could not be handed on: they are made again."""
     settled_s: float
     """Seconds that pushed ones took from their last token until the buffer had answered, added up."""
-    num_leases_lost: int
     num_running: int
     """Training requests in the engine now."""
     num_slots: int
@@ -72,9 +70,6 @@ class ActorReport:
     """Wall-clock (start, end) in seconds since the epoch, during which a training request was running."""
     refused: str
     """The version refused last and why; empty once the engine serves the newest."""
-    version_since_s: float
-    """How long the engine has served its version, in seconds."""
-    num_updates: int
     updates: list[WeightUpdate]
     """Of the weights."""
     hand_on_at: int
@@ -88,32 +83,30 @@ class ActorReport:
 
 @dataclass(slots=True)
 class Counts:
-    """The counts behind a report."""
+    """The counts behind a report and a goodbye."""
 
     num_samples: int = 0
     num_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     """Of pushed trajectories."""
-    failed: Counter[str] = field(default_factory=Counter)
-    """Samples given up, by reason."""
     num_handed_on: int = 0
+    """Samples left to another actor, with what there was of them."""
     num_tokens_lost: int = 0
     settled_s: float = 0.0
-    num_leases_lost: int = 0
 
 
 class BusyClock:
     """Merged intervals during which at least one request was running, and how many there were."""
 
-    def __init__(self, wall: Callable[[], float] = time.time, max_intervals: int = 4096) -> None:
-        """Start idle; if nobody takes them, the oldest beyond `max_intervals` are forgotten."""
+    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+        """Start idle."""
         self.num_running = 0
         self._wall = wall
         self._since_s = 0.0
         self._running_s = 0.0
         self._changed_s = 0.0
         """When `num_running` was last counted into `_running_s`."""
-        self._closed: deque[tuple[float, float]] = deque(maxlen=max_intervals)
+        self._closed: deque[tuple[float, float]] = deque(maxlen=_MAX_INTERVALS)
 
     def enter(self) -> None:
         """A request starts."""

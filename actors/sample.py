@@ -16,7 +16,7 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engine import Engine, EngineDead
-from actors.generation import Generation
+from actors.engine_output import Generation
 from actors.kv_gate import KvGate, KvSample, Slots
 from actors.report import BusyClock, Counts
 from actors.rewards import RewardFailed, Scorer

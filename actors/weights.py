@@ -80,7 +80,6 @@ class WeightFollower:
         contract: StalenessContract,
         *,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         """Follow `puller` with `engine`; `name` is the actor's, for error messages."""
         self._name = name
@@ -89,7 +88,6 @@ class WeightFollower:
         self._config = config
         self._contract = contract
         self._clock = clock
-        self._wall = wall
         self._threads = DaemonThreads(f"{name}-weights", max_threads=4)
         self._looking = asyncio.Lock()
         self._applying = asyncio.Lock()
@@ -101,8 +99,6 @@ class WeightFollower:
         self._late: Future[StagedVersion] | None = None
         """A fetch that was given up on."""
         self._refusal: _Refusal | None = None
-        self._serving_since_s = clock()
-        self.num_updates = 0
         self._updates: deque[WeightUpdate] = deque(maxlen=_MAX_UPDATES)
 
     @property
@@ -114,11 +110,6 @@ class WeightFollower:
     def refused(self) -> str:
         """The version refused last and why; '' once the engine serves the newest."""
         return "" if self._refusal is None else str(self._refusal)
-
-    @property
-    def version_since_s(self) -> float:
-        """How long the engine has served its version, in seconds."""
-        return self._clock() - self._serving_since_s
 
     def hear_of(self, newest: PolicyVersion) -> None:
         """Somebody says that this version is published: look at once instead of at the next poll."""
@@ -232,9 +223,7 @@ class WeightFollower:
             self._keep_old(version, error)
             return
         self._refusal = None
-        self._serving_since_s = self._clock()
-        self.num_updates += 1
-        end_s = self._wall()
+        end_s = time.time()
         served = (version.incarnation, version.version)
         self._updates.append(WeightUpdate(end_s - timing.pause_s, end_s, timing.load_s, served))
 

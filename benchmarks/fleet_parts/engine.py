@@ -17,8 +17,7 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engine import EngineDead, RequestKey, UpdateTiming
-from actors.engine_stats import EngineReport
-from actors.generation import Generation
+from actors.engine_output import EngineReport, Generation
 from benchmarks.fleet_parts.setting import EngineSetting, score_of
 from buffer.trajectory import HANDED_ON, Prefix, VersionSpan
 from common.costs import Moments

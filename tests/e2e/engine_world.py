@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.config import ActorsConfig
 from actors.engine import Engine
-from actors.generation import Generation
+from actors.engine_output import Generation
 from common.staleness import PolicyVersion
 from learner.model import load_stage
 from learner.packing import PackingRule, pack

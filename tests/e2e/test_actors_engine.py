@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 
 from actors.engine import Engine, EngineDead, UpdateRefused
-from actors.generation import Generation, RequestRefused
+from actors.engine_output import Generation, RequestRefused
 from buffer.trajectory import COMPLETE, HANDED_ON, Prefix
 from common.hf_folder import HEAD
 from common.serving_model import prepare_serving_model

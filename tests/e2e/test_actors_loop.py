@@ -127,7 +127,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     assert (ledger["gap"], ledger["in_flight"], ledger["failed"]) == (0, 0, 0)
     assert ledger["handed_on"] == counts.num_handed_on > 0
     assert ledger["committed"] == counts.outcomes["committed"]
-    assert (counts.num_tokens_lost, counts.failed) == (0, {})
+    assert counts.num_tokens_lost == 0
     heir = BufferClient(address, run_id="e2e", role="actor", name="heir", config=BufferConfig())
     await asyncio.to_thread(heir.connect)
     granted = await reply(heir.lease(GROUPS_PER_STEP))

@@ -17,8 +17,7 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engine import EngineDead, UpdateRefused
-from actors.engine_stats import EngineReport
-from actors.generation import Generation
+from actors.engine_output import EngineReport, Generation
 from actors.loop import ActorLoop, Parts
 from actors.rewards import Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 
-from actors.engine_stats import EngineReport
+from actors.engine_output import EngineReport
 from actors.report import ActorReport
 from buffer.lengths import LengthFidelity
 from common.run import RunContext
@@ -29,7 +29,7 @@ def context(made: Plan) -> RunContext:
 
 def report(name: str, pool: str = "actors", **fields: object) -> ActorReport:
     empty = dict.fromkeys((field.name for field in dataclasses.fields(ActorReport)), 0)
-    lists = {"busy_intervals": [], "num_outcomes": {}, "num_failed": {}, "failing": [], "updates": []}
+    lists = {"busy_intervals": [], "num_outcomes": {}, "failing": [], "updates": []}
     texts = {"waiting": "", "refused": "", "engine": EngineReport()}
     return ActorReport(**{**empty, **lists, **texts, "name": name, "pool": pool, "version": (0, 0), **fields})
 

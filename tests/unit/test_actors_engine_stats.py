@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.engine_stats import EngineStats
+from actors.engine_output import EngineStats
 from common.costs import Moments
 from tests.unit.fake_actor import Clock
 

@@ -15,7 +15,7 @@ import pytest
 from actors import engine as engine_module
 from actors.config import ActorsConfig
 from actors.engine import Engine, EngineDead, EngineGone, UpdateRefused, verify, while_alive
-from actors.engine_stats import EngineStats
+from actors.engine_output import EngineStats
 from common.staleness import PolicyVersion
 from weight_sync.vllm_engine import REFUSED
 

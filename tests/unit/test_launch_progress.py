@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.engine_stats import EngineReport
+from actors.engine_output import EngineReport
 from actors.report import ActorReport, WeightUpdate
 from buffer.lengths import LengthFidelity
 from common.costs import Moments

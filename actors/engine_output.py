@@ -1,6 +1,8 @@
-"""EngineStats: what the steps of an engine cost, how full its cache is, and whom it preempts, from vLLM's own counts.
+"""What comes out of an engine, as vLLM says it: what requests generated, what steps cost, how full the cache is.
 
-The law of its steps is fitted as it works, so that whoever plans knows how fast it would be with all slots filled.
+Generation   what one request generated, whole or in parts
+EngineStats  counts of steps, cache and preemptions, for an EngineReport. The law of the steps is fitted as the engine
+             works, so that whoever plans knows how fast it would be with all slots filled.
 """
 
 from __future__ import annotations
@@ -10,15 +12,91 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from actors.kv_gate import KvCache
+from buffer.trajectory import HANDED_ON, Prefix, VersionSpan
 from common.costs import Moments
+from common.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+
+class EngineError(RuntimeError):
+    """Base of what can go wrong with an engine."""
+
+
+class RequestRefused(EngineError):
+    """This request is not one that the engine can generate; others are not affected."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """What one request generated. The end-of-sequence token is part of it: the learner trains on it."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    """Of each token under the distribution that it was sampled from."""
+    spans: tuple[VersionSpan, ...]
+    """Which version sampled which tokens, without gap, in order."""
+    finish_reason: Literal["stop", "length", "handed_on"]
+    """`HANDED_ON`: it was interrupted, and these are its first tokens, if any."""
+
+    def after(self, prefix: Prefix | None) -> Generation:
+        """With the tokens that it went on from."""
+        if prefix is None:
+            return self
+        first = len(prefix.token_ids)
+        spans = [
+            *prefix.spans,
+            *(VersionSpan(each.version, first + each.start, first + each.end) for each in self.spans),
+        ]
+        joint = len(prefix.spans)
+        if self.spans and spans[joint - 1].version == spans[joint].version:
+            spans[joint - 1 : joint + 1] = [VersionSpan(spans[joint].version, spans[joint - 1].start, spans[joint].end)]
+        return Generation(
+            token_ids=np.concatenate((prefix.token_ids, self.token_ids)),
+            logprobs=np.concatenate((prefix.logprobs, self.logprobs)),
+            spans=tuple(spans),
+            finish_reason=self.finish_reason,
+        )
+
+
+def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation | None:
+    """Read vLLM's output; RequestRefused if it ended neither by an end-of-sequence token nor by length nor by us.
+
+    A request may wait inside the engine until weights have changed, and then find a prefix that the old ones computed.
+    What grew from that is of no version: it is left out where the request was interrupted, and else the result is None,
+    for it has to be generated anew. That does not depend on what was sampled, so nothing is favoured by it.
+    """
+    output: CompletionOutput = final.outputs[0]
+    spans = tuple(
+        VersionSpan(PolicyVersion.parse(span.version), span.start, span.end) for span in output.weight_versions or ()
+    )
+    is_interrupted = output.finish_reason == "abort"
+    is_of_no_version = bool(final.num_cached_tokens and spans) and spans[0].version != sent_under
+    if is_interrupted and (is_of_no_version or not spans):
+        return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), (), HANDED_ON)
+    if output.finish_reason not in ("stop", "length", "abort"):
+        raise RequestRefused(f"a request ended with '{output.finish_reason}' after {len(output.token_ids)} tokens")
+    if is_of_no_version:
+        return None
+    return Generation(
+        token_ids=np.asarray(output.token_ids, dtype=np.int32),
+        logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+        spans=spans,
+        finish_reason=HANDED_ON if is_interrupted else output.finish_reason,
+    )
+
+
+# --- of its steps ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +128,8 @@ class EngineStats:
         self._clock = clock
         self._moments = Moments(4)
         """By the terms of `common.costs.TokenTime`."""
-        self._num_steps = 0
-        """All, also those that are not measured: a running sample's context grows by a token in each."""
+        self.num_steps = 0
+        """All so far, also those that are not measured: a running sample's context grows by a token in each."""
         self._running = 0
         self._prompt_tokens = 0
         self._first_steps = 0
@@ -69,7 +147,7 @@ class EngineStats:
     @contextlib.contextmanager
     def request(self, num_prompt_tokens: int) -> Iterator[None]:
         """A request is in the engine while this lasts."""
-        began = self._num_steps
+        began = self.num_steps
         self._running += 1
         self._prompt_tokens += num_prompt_tokens
         self._first_steps += began
@@ -95,7 +173,7 @@ class EngineStats:
             self._num_in_step = scheduler.num_running_reqs
         if iteration is None or not iteration.num_generation_tokens:
             return
-        self._num_steps += 1
+        self.num_steps += 1
         asked_for = min(self._num_interrupted, iteration.num_preempted_reqs)
         self._num_interrupted -= asked_for
         self._num_preempted += iteration.num_preempted_reqs - asked_for
@@ -108,14 +186,9 @@ class EngineStats:
         step_s = min(iteration.inter_token_latencies_iter)
         if step_s <= 0.0 or self._clock() - step_s < self._interrupted_s:
             return
-        contexts = self._prompt_tokens + self._running * self._num_steps - self._first_steps
+        contexts = self._prompt_tokens + self._running * self.num_steps - self._first_steps
         terms = (1.0, iteration.num_generation_tokens, contexts, iteration.prompt_token_stats.computed)
         self._moments.add(terms, step_s)
-
-    @property
-    def num_steps(self) -> int:
-        """All so far: a sample that had run from the beginning would have as many tokens."""
-        return self._num_steps
 
     @property
     def step_s(self) -> float:
@@ -157,9 +230,6 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
 
         def log_engine_initialized(self) -> None:
             """There is nothing to say."""
-
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-            """It never sleeps."""
 
         def record_admission_rejection(self, reason: str) -> None:
             """Leeway admits what it sends."""
