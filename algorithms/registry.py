@@ -112,16 +112,11 @@ class _Undeclared(Tensor):
         return f"<{self.field}: not declared>"
 
 
-class _Reference(_Undeclared):
-    field, need = "reference_logprobs_T", "reference"
-
-
-class _Behaviour(_Undeclared):
-    field, need = "behaviour_logprobs_T", "behaviour"
-
-
-class _Proximal(_Undeclared):
-    field, need = "proximal_logprobs_T", "proximal"
+_STAND_INS: dict[str, type[_Undeclared]] = {
+    need: type("_Undeclared", (_Undeclared,), {"field": f"{need}_logprobs_T", "need": need})
+    for need in ("reference", "behaviour", "proximal")
+}
+"""By the need that would have to be declared."""
 
 
 def only_declared(inputs: LossInputs, needs: Needs) -> LossInputs:
@@ -130,10 +125,7 @@ def only_declared(inputs: LossInputs, needs: Needs) -> LossInputs:
     Reading one of these raises UndeclaredInput: what a run left out is NaN or 0, which would pass for a fault of the
     data some steps later.
     """
-    nothing = torch.empty(0)
-    return replace(
-        inputs,
-        reference_logprobs_T=inputs.reference_logprobs_T if needs.reference else nothing.as_subclass(_Reference),
-        behaviour_logprobs_T=inputs.behaviour_logprobs_T if needs.behaviour else nothing.as_subclass(_Behaviour),
-        proximal_logprobs_T=inputs.proximal_logprobs_T if needs.proximal else nothing.as_subclass(_Proximal),
-    )
+    undeclared: dict[str, Any] = {
+        each.field: torch.empty(0).as_subclass(each) for need, each in _STAND_INS.items() if not getattr(needs, need)
+    }
+    return replace(inputs, **undeclared)

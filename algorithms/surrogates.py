@@ -23,7 +23,7 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -46,14 +46,6 @@ class Objective:
     """The weight pi / mu that a whole surrogate has applied itself."""
     sums_to_sequence: bool = False
     """Is each token's a share of its sequence's, so that the length is divided out already?"""
-
-
-class Surrogate(Protocol):
-    """Measures an update."""
-
-    def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
-        """The objective of each token; the proximal and behaviour log-probabilities of the inputs are constant."""
-        ...
 
 
 class TokenClip(Correction):
@@ -178,6 +170,8 @@ AnyClipped = SequenceClip | GSPO | CISPO
 AnyWhole = VESPO | DPPO
 AnySurrogate = AnyClipped | AnyWhole
 """Those that a config may name."""
+Surrogate = TokenClip | AnySurrogate
+"""Measures an update: `objective` is of each token, and constant in the proximal and behaviour log-probabilities."""
 
 
 def _pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Objective:
