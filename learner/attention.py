@@ -16,15 +16,14 @@ layout through.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -188,23 +187,10 @@ def packed_attention(
 
 
 def _takes_packed(query_THD: Tensor) -> bool:
-    """Does flash attention take these heads, and has this torch a call of it for packed sequences?"""
+    """Does flash attention take these heads?"""
     size = query_THD.shape[-1]
     is_of_its_kind = query_THD.device.type == "cuda" and query_THD.dtype in (torch.bfloat16, torch.float16)
-    return is_of_its_kind and size % 8 == 0 and size <= 256 and _packed_kernel() is not None
-
-
-@functools.cache
-def _packed_kernel() -> Callable[..., Any] | None:
-    """Torch's attention over packed sequences; None where it takes no scale or no window (before torch 2.11)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= {"scale", "window_size"} else None
-
-
-@functools.cache
-def _takes_grouped_heads_packed(kernel: Callable[..., Any]) -> bool:
-    return "enable_gqa" in inspect.signature(kernel).parameters
+    return is_of_its_kind and size % 8 == 0 and size <= 256
 
 
 def _in_one_call(
@@ -215,21 +201,14 @@ def _in_one_call(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    kernel = _packed_kernel()
-    assert kernel is not None
     if layout.keys is not None:
         key_THD, value_THD = (states.index_select(0, layout.keys) for states in (key_THD, value_THD))
-    grouped: dict[str, bool] = {}
-    if _takes_grouped_heads_packed(kernel):
-        grouped["enable_gqa"] = True
-    else:  # its kernels may take grouped heads, but it does not promise it
-        times = query_THD.shape[1] // key_THD.shape[1]
-        key_THD, value_THD = (states.repeat_interleave(times, 1) for states in (key_THD, value_THD))
     # it counts the tokens behind the query that are seen, and the query besides; -1 of them is all. Of a sequence with
     # more keys than queries it takes the last of each for the same token
     seen = (-1 if window is None else window - 1, 0)
     ends = (layout.edges, layout.key_edges, layout.longest_own, layout.longest)
-    out_THD: Tensor = kernel(query_THD, key_THD, value_THD, *ends, scale=scale, window_size=seen, **grouped)
+    out_THD = varlen_attn(query_THD, key_THD, value_THD, *ends, scale=scale, window_size=seen, enable_gqa=True)
+    assert isinstance(out_THD, Tensor), "nothing was asked for besides"
     return out_THD
 
 

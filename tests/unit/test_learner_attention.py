@@ -136,7 +136,7 @@ def test_a_prompt_that_sequences_share_is_to_each_as_one_of_its_own(options, pro
     monkeypatch.setattr(attention, "SCORES_MIB", 1e-2)  # a few queries at a time
     if is_packed and "softcap" not in options:
         monkeypatch.setattr(attention, "_takes_packed", lambda query: True)
-        monkeypatch.setattr(attention, "_packed_kernel", lambda: of_213)
+        monkeypatch.setattr(attention, "varlen_attn", by_sequence)
     shared = attend(*inputs, bounds=bounds, places=places, **options)
     for found, expected in zip([shared, *torch.autograd.grad((shared * weights).sum(), inputs)], wanted, strict=True):
         assert_close(found, expected)
@@ -156,8 +156,10 @@ def test_a_shared_prompt_asks_once_and_the_others_from_their_completions_alone()
 # --- packed, where flash attention runs -----------------------------------------------------------
 
 
-def by_sequence(query, key, value, edges, key_edges, longest, longest_key, scale, window_size):
+def by_sequence(query, key, value, edges, key_edges, longest, longest_key, *, scale, window_size, enable_gqa):
     """What torch says of `varlen_attn`, sequence by sequence, in plain formulas."""
+    assert enable_gqa
+    assert query.shape[1] == 3 * key.shape[1], "heads are not repeated for it"
     assert edges.dtype == key_edges.dtype == torch.int32
     assert (longest, longest_key) == (int(edges.diff().max()), int(key_edges.diff().max()))
     assert int(edges.diff().min()) > 0
@@ -181,24 +183,12 @@ def by_sequence(query, key, value, edges, key_edges, longest, longest_key, scale
     return torch.cat(pieces)
 
 
-def of_213(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    assert enable_gqa
-    assert query.shape[1] == 3 * key.shape[1], "heads are repeated only where torch does not take them grouped"
-    return by_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
-
-
-def of_211(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    assert query.shape[1] == key.shape[1]
-    return by_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
-
-
-@pytest.mark.parametrize("kernel", [of_213, of_211])
 @pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, *({"sliding_window": each} for each in (1, 6, 17, 18, 100))])
-def test_one_packed_call_computes_what_the_grids_do_and_so_does_its_gradient(kernel, options, monkeypatch):
+def test_one_packed_call_computes_what_the_grids_do_and_so_does_its_gradient(options, monkeypatch):
     inputs = states(6, 2, 2)
     wanted = with_gradients(inputs, **options)
     monkeypatch.setattr(attention, "_takes_packed", lambda query: True)
-    monkeypatch.setattr(attention, "_packed_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "varlen_attn", by_sequence)
     monkeypatch.setattr(attention, "_to_grid", None)
     for found, expected in zip(with_gradients(inputs, **options), wanted, strict=True):
         assert_close(found, expected)
@@ -219,15 +209,6 @@ def test_one_packed_call_computes_what_the_grids_do_and_so_does_its_gradient(ker
 def test_sequences_stay_packed_where_flash_attention_takes_them(device, dtype, size, takes):
     query = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(40, 6, size))
     assert attention._takes_packed(query) == takes
-
-
-def test_a_torch_that_knows_no_window_of_packed_sequences_gets_grids(monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal=False: None)
-    attention._packed_kernel.cache_clear()
-    try:
-        assert attention._packed_kernel() is None
-    finally:
-        attention._packed_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 6])
