@@ -9,23 +9,23 @@ packing      best-fit packing of whole sequences into micro-batches of one shape
 step         TrainStep: a step trains one draw in one or several updates, in two passes or in one
              LossEvaluator: the loss of an update, its gradient, and whether and how it is taken
 report       the metrics of a step, by name; BadBatches: what could not be trained, and when a run has diverged
-scorer       ReferenceScorer: a process beside the learner that scores what is ready for later steps
 
 networks     Networks: the policy, and a critic that is a head of it or a model of its own
 reference    Reference: frozen models that score samples, one for all or a teacher for each prompt
+             ReferenceScorer: a process beside the learner that scores what is ready for later steps
 device       which device a rank computes on, its share of the memory, and MemoryNeed: what training takes of it
+             Offload: a frozen stage that is away while it does not score; room for copies in host memory
 decoders     the supported families, what their layers cost, and which of them a stage owns
 model        StageModule: a contiguous share of a Hugging Face decoder's layers, loaded and off-loaded
 attention    block-diagonal attention over packed sequences
-logprobs     log-probabilities of tokens without the full logits
-precision    roundings of the weights, to compute with in bfloat16; what they need of embeddings and norms
+products     of embeddings, linear maps and the head, in bfloat16 of rounded weights: log-probabilities of tokens
+             without the full logits
 pipeline     Pipeline: forward-only and training schedules over torch.distributed.pipelining
 fused        FusedPasses: policy and critic at once, their pipelines against each other
 orders       in which order a rank takes the passes of two networks
 optimizer    StageOptimizer: AdamW on master weights; one decision over all ranks
 
 checkpoint   Checkpoints: what a restart needs, in the background and atomically; TrainingState: host copies
-host_memory  room in host memory for what is on a device; Offload: a frozen stage that is away while it does not score
 checkpoint_meta  CheckpointMeta, TrainingProgress: what a checkpoint says of itself, with checksums
 export       the policy as a Hugging Face folder, from the ranks or from a checkpoint
 """

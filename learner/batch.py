@@ -73,13 +73,7 @@ class StepBatch:
 
     @classmethod
     def build(cls, rows: pa.RecordBatch, version: int, resumed_at: Mapping[int, int], rule: PackingRule) -> StepBatch:
-        """Flatten and pack.
-
-        Args:
-            rows: of `buffer.schema.SCHEMA`; what the buffer draws has a reward.
-            version: the learner's, at which these tokens are trained.
-            resumed_at: for every incarnation, the version that it started from.
-            rule: of the packing.
+        """Flatten and pack rows of `buffer.schema.SCHEMA`; what the buffer draws has a reward.
 
         Raises:
             ValueError: a sequence does not fit the budget, or there is none.
@@ -106,12 +100,7 @@ class StepBatch:
         )
 
     def part(self, sequences: IntArray, version: int) -> StepBatch:
-        """Some of the sequences as a batch of their own.
-
-        Args:
-            sequences: their indices, ascending; whole groups.
-            version: the learner's, at which they are trained.
-        """
+        """Some of the sequences as a batch of their own: indices, ascending, of whole groups."""
         return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
 
     def pack(self, sequences: IntArray) -> PackedBatch:
@@ -189,11 +178,8 @@ class StepBatch:
 def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
     """The metric `mismatch/lag0_abs`, actor by actor.
 
-    Only fresh tokens count: there the difference is an implementation gap, or wrong weights, and not staleness.
-
-    Args:
-        batch: the draw.
-        logprobs_T: the learner's, at the weights with which the step begins.
+    Only fresh tokens count: there the difference is an implementation gap, or wrong weights, and not staleness. The
+    log-probabilities are the learner's, at the weights with which the step begins.
     """
     sampled_T = np.asarray(batch.rows.column("logprobs").flatten(), np.float64)
     actor_B = np.asarray(batch.rows.column("actor"))
@@ -210,8 +196,7 @@ def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
 def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
     """The distribution behind the metrics `lag/token_...`, actor by actor: exact, and all that is needed to add up.
 
-    Args:
-        updates: what each update trained, at its own version; a token counts once for each.
+    A token counts once for each update that trained it, at the version of that.
     """
     found: LagByActor = {}
     for batch in updates:

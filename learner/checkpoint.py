@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from common.files import replace_durably, sync, write_durably
 from common.threads import DaemonThreads
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
-from learner.host_memory import host_room
+from learner.device import host_room
 from learner.mesh import Agreement, Disagreement, Mesh, first_line
 from learner.networks import Network, Networks
 
@@ -369,8 +369,8 @@ class TrainingState:
         for name, tensors in live_tensors(networks).items():
             for tensor in tensors:
                 tensor.copy_(read[name])
-        for network in networks.all:
-            network.round()
+        for optimizer in networks.optimizers:
+            optimizer.round()
         for name, state in read.items():
             if name.startswith(f"{_RNG}."):
                 torch.set_rng_state(state)

@@ -1,26 +1,40 @@
-"""The device of a rank: which it is, how much of its memory a stage may take, and how much training takes of it.
+"""The device of a rank: which it is, how much of its memory a stage may take, what training takes, and what leaves it.
 
-The figures are counted, not measured: the bytes that a layer keeps for its backward pass by tracing one without data,
-all others from the shapes of the model. They are of the longest samples, in as many micro-batches as these fill.
+device_of, settle  which it is, and this process's share of it
+memory_need        how much training takes of it
+host_room          room in host memory for copies of what is on it
+Offload            the weights of a frozen stage, which are away while a step trains
+
+The figures of a need are counted, not measured: the bytes that a layer keeps for its backward pass by tracing one
+without data, all others from the shapes of the model. They are of the longest samples, in as many micro-batches as
+these fill.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from common.memory import keep_freed_memory
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
-from learner.logprobs import KEPT_MIB, LogitRule
 from learner.orders import default_most_held, stage_of
+from learner.products import KEPT_MIB, LogitRule
+from weight_sync.tensors import pin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 FIRST_WITH_BFLOAT16 = (8, 0)
@@ -39,6 +53,8 @@ LOGIT_COPIES = 3
 """Of a chunk of logits, that exist at once: themselves, their exponentials, and a product on the way."""
 HEAD_STATES = 3
 """Beside them, of the states that the head reads: normed, in the dtype of products, and their gradient."""
+_ALIGNED_BYTES = 64
+"""Copies in host memory begin at multiples of this, as torch's own tensors do."""
 
 
 def device_of(config: LearnerConfig, rank: int) -> torch.device:
@@ -235,3 +251,82 @@ def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches
     }
     num_networks = 2 if config.schedule == "fused" else 1
     return min(at_most[config.schedule], num_networks * num_micro_batches)
+
+
+# --- what leaves it -------------------------------------------------------------------------------
+
+
+def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
+    """Room in host memory for copies of some tensors, by their names; what is in it is undefined.
+
+    `pinned`: for copies from and to a GPU, which wait for each other otherwise. All of it is then one piece, of just
+    the bytes that it takes: torch's pinned memory has powers of two alone, of each tensor up to twice its size.
+    """
+    if not pinned:
+        return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    sizes = [-(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for tensor in tensors.values()]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8).numpy()
+    if code := pin(flat):
+        logger.warning(
+            "CUDA could not pin %.1f GiB of host memory (error %d): copies to and from the GPU wait for each other. "
+            "See how much memory this process, or its container, may lock",
+            flat.nbytes / 2**30,
+            code,
+        )
+    room: dict[str, Tensor] = {}
+    start = 0
+    for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
+        # a storage of its own: what writes a checkpoint copies a tensor that is a part of a larger one
+        room[name] = torch.from_numpy(flat[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+        start += size
+    return room
+
+
+class Offload:
+    """Where the weights of a frozen stage are while a step trains; takes them away, and brings the same ones back.
+
+        cpu    in the memory of the host; on a stage that computes there they stay where they are
+        disk   in a file of the run, read when the stage is to score
+
+    They come and go as a whole: a scoring runs many micro-batches through every layer, and fetching each layer for each
+    of them, as hooks of layers would, moves the model that many times. What is tied has to be tied again.
+    """
+
+    def __init__(self, stage: nn.Module, device: torch.device, where: Literal["cpu", "disk"], file: Path) -> None:
+        """Note the weights, or write them to the file anew; they stay where they are until `release`."""
+        assert not any(parameter.requires_grad for parameter in stage.parameters()), "a stage that learns cannot leave"
+        self.device = device
+        """Where the stage computes."""
+        self._stage = stage
+        self._file = file if where == "disk" else None
+        weights = {name: parameter.detach() for name, parameter in stage.named_parameters()}
+        self._empty = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
+        self._kept: dict[str, Tensor] = {}
+        if self._file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: weight.to("cpu").contiguous() for name, weight in weights.items()}, file)
+        elif device.type == "cpu":
+            self._kept = weights
+        else:
+            self._kept = host_room(weights, pinned=device.type == "cuda")
+            for name, weight in weights.items():
+                self._kept[name].copy_(weight)
+
+    def fetch(self) -> None:
+        """Bring the weights to the device; nothing where they are there already."""
+        if not next(self._stage.parameters()).is_meta:
+            return
+        if self._file is None:
+            # what runs on the device next waits for them, and nobody changes what is copied from
+            self._assign({name: weight.to(self.device, non_blocking=True) for name, weight in self._kept.items()})
+            return
+        with safe_open(self._file, framework="pt", device=str(self.device)) as opened:
+            # copied out of the mapped file: products of tensors that stand at odd addresses differ in their last bits
+            self._assign({name: opened.get_tensor(name).clone() for name in self._empty})
+
+    def release(self) -> None:
+        """Give the device's copy up."""
+        self._assign(self._empty if self._file is not None or self.device.type != "cpu" else self._kept)
+
+    def _assign(self, weights: dict[str, Tensor]) -> None:
+        self._stage.load_state_dict(weights, strict=False, assign=True)

@@ -1,4 +1,4 @@
-"""The ranks of the learner: where each stands, how they join_group, and how they agree.
+"""The ranks of the learner: where each stands, how they meet, and how they agree.
 
 With P stages and R replicas there are R * P ranks, one process each: rank = replica * P + stage. The last stage of
 replica 0 is the coordinator: it evaluates the loss and talks to the buffer.

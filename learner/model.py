@@ -25,11 +25,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.hf_folder import HEAD, ModelFolderError, damaged, file_of_each_tensor, stored_tensors
 from learner.attention import IMPLEMENTATION, AttentionLayout
 from learner.decoders import StageShare, family_of, layer_types, logit_softcap, rotation_kinds, split_layers
-from learner.host_memory import Offload
+from learner.device import Offload
 from learner.kernels import fuse
-from learner.logprobs import LogitRule, token_logprobs
 from learner.packing import PackedBatch
-from learner.precision import COMPUTED, add_gradients_in_place, embed, narrow_norms, round_parameters
+from learner.products import (
+    COMPUTED,
+    LogitRule,
+    add_gradients_in_place,
+    embed,
+    narrow_norms,
+    round_parameters,
+    token_logprobs,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
@@ -310,16 +317,8 @@ def load_stage(
 ) -> StageModule:
     """Build chunk `index` of the `total` of a pipeline, and read its own tensors, and no others, from a checkpoint.
 
-    Args:
-        model_path: a Hugging Face folder.
-        index: which chunk, 0..total - 1.
-        total: num_stages * num_chunks.
-        temperature: of sampling.
-        device: where it computes.
-        dtype: of the weights, whatever the checkpoint's is.
-        heads: what the last chunk ends in.
-        layers_per_chunk: layers of every chunk; None: balanced by cost.
-        activation_checkpointing: compute each layer again in the backward pass.
+    The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk` are of every chunk of the pipeline;
+    None: balanced by cost.
 
     Raises:
         ValueError: the model is of an unknown family, cannot be split so, or its files are damaged or not its own.

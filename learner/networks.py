@@ -1,8 +1,7 @@
 """Networks: what a run trains, as one thing: the policy, and a critic that is its second head or a model of its own.
 
 The step asks for log-probabilities and values and hands back their gradients; which network they come from, and which
-replica has computed them, is known here alone. `build_networks` loads a rank's share of them, as the description of the
-run says.
+replica has computed them, is known here alone. `load_networks` loads a rank's share of them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from algorithms.base import CriticKind
-from common.run import RunContext
 from learner.batch import Leaves
-from learner.config import LearnerConfig, LearnerSections
+from learner.config import LearnerConfig
 from learner.decoders import critic_share
 from learner.device import most_kept_mib
 from learner.fused import FusedPasses
@@ -30,7 +28,7 @@ from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, lear
 from learner.orders import Work, default_most_held, stage_of
 from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
-from learner.precision import COMPUTED
+from learner.products import COMPUTED
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 """(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
@@ -77,11 +75,6 @@ class Network:
         """What is trained of all chunks, under the names of the whole model."""
         for module in self.modules:
             yield from module.weights().items()
-
-    def round(self) -> None:
-        """After weights have changed: compute with what they are now."""
-        for optimizer in self.optimizers:
-            optimizer.round()
 
     def stored_name(self, name: str) -> str:
         """As `StageModule.stored_name`."""
@@ -156,10 +149,8 @@ class Networks:
     def train(self, batch: DeviceBatch, gradient: Leaves | None) -> None:
         """Add the gradient of the loss to the parameters' gradients.
 
-        Args:
-            batch: packed; this replica's share.
-            gradient: dL / d(leaf) of all T tokens; read on the coordinator alone. None there: of a loss that is to
-                change nothing. It takes the same way, for the other stages wait in it.
+        `gradient` is dL / d(leaf) of all T tokens, and read on the coordinator alone. None there: of a loss that is to
+        change nothing. It takes the same way, for the other stages wait in it.
         """
         place = self.mesh.place
         rows = self._rows(batch, gradient) if place.is_last else None
@@ -310,12 +301,6 @@ def load_chunks(
             splits = config.schedule == "zero_bubble" and num_stages > 1
             chunk.compute_in_bfloat16(residual, splits_backward=splits)
     return chunks
-
-
-def build_networks(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Networks:
-    """The policy, and a critic where the algorithm needs one; all ranks call it together."""
-    config, needs = context.config.learner, context.config.algorithm.needs
-    return load_networks(context.model_path, config, needs.critic, context.temperature, mesh, device)
 
 
 def load_networks(

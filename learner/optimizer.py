@@ -21,7 +21,6 @@ from common.hf_folder import HEAD
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import EMBEDDING
-from learner.precision import Roundings
 
 ADAM_EPS = 1e-8
 """AdamW's epsilon, as everywhere: the moments are float32, in which it is far from both ends."""
@@ -80,6 +79,27 @@ class UpdateResult:
     def taken(self) -> bool:
         """Is there a new version?"""
         return not (self.non_finite or self.dropped)
+
+
+class Roundings:
+    """The roundings of an optimizer's weights."""
+
+    def __init__(self, masters: Mapping[str, nn.Parameter], computed: Mapping[str, nn.Parameter]) -> None:
+        """Pair them by name; a weight that is computed with as it is has no rounding."""
+        pairs = [(computed[name], master) for name, master in masters.items() if computed[name] is not master]
+        self._roundings: list[Tensor] = [rounding for rounding, _ in pairs]
+        self._masters: list[Tensor] = [master for _, master in pairs]
+
+    def hand_over(self) -> None:
+        """Make the gradients of the roundings, which forget them, those of the masters."""
+        for rounding, master in zip(self._roundings, self._masters, strict=True):
+            master.grad, rounding.grad = rounding.grad, None
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Round the masters anew."""
+        if self._roundings:
+            torch._foreach_copy_(self._roundings, self._masters)
 
 
 class StageOptimizer:

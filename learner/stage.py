@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from msgspec import structs
-from transformers import AutoConfig
 
 from buffer.client import Draw
 from buffer.errors import BufferError
@@ -35,7 +34,6 @@ from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import TrainingProgress
 from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
-from learner.decoders import cost_of
 from learner.device import device_of, settle
 from learner.export import write_shard
 from learner.mesh import (
@@ -49,9 +47,8 @@ from learner.mesh import (
     tells_of_fault,
     tells_of_loss,
 )
-from learner.networks import build_networks
-from learner.packing import CostModel, PackingRule, micro_batches_asked
-from learner.reference import build_reference
+from learner.networks import load_networks
+from learner.reference import build_reference, packing_rule
 from learner.report import BadBatches, BadSample, Report, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import open_sink
@@ -163,7 +160,8 @@ class Stage:
         )
         mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))
         self._ranks = Agreement(place.rank, context.startup_timeout_s)
-        self._networks = build_networks(context, mesh, device)
+        critic = context.config.algorithm.needs.critic
+        self._networks = load_networks(context.model_path, config, critic, context.temperature, mesh, device)
         self._reference = build_reference(context, mesh, device)
         self._scores_ahead = config.score_while_waiting and context.config.algorithm.needs.reference
         # a share that loads slowly is none that is lost: no collective of training may begin before all are there
@@ -432,21 +430,6 @@ class Stage:
                     f"look at the end of its log. Reported: {error}"
                 ) from error
             raise
-
-
-def packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
-    """How batches of this run become micro-batches."""
-    config = context.config.learner
-    least, multiple = micro_batches_asked(config.schedule, config.num_stages)
-    return PackingRule(
-        config.token_budget,
-        num_replicas=config.num_replicas,
-        min_micro_batches=least,
-        multiple=multiple,
-        cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
-        unit=context.config.algorithm.needs.separable or "sequence",
-        num_stages=config.num_stages,
-    )
 
 
 def _make_current(device: torch.device) -> None:

@@ -28,8 +28,8 @@ from learner import attention as attention_file
 from learner import model as model_file
 from learner.attention import AttentionLayout, packed_attention
 from learner.kernels import LIBRARY
-from learner.logprobs import LogitRule, token_logprobs
 from learner.model import StageModule
+from learner.products import LogitRule, token_logprobs
 
 Side = Callable[[], object]
 ROUNDS = 5

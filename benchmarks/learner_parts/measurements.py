@@ -35,9 +35,9 @@ from buffer.schema import to_batch
 from buffer.trajectory import Trajectory
 from learner.attention import IMPLEMENTATION
 from learner.batch import StepBatch
-from learner.logprobs import LOGITS_MIB, LogitRule, token_logprobs
 from learner.model import DeviceBatch
 from learner.packing import PackingRule, pack
+from learner.products import LOGITS_MIB, LogitRule, token_logprobs
 
 SAME_WITHIN = 1e-3
 """Greatest relative difference between the gradient norms of two sides: float32 sums in another order."""

@@ -145,7 +145,8 @@ class Trainer:
             bits = torch.randint(-0x7FFF, 0x7FFF, rounded.shape, generator=generator, dtype=torch.int32)
             moved = (rounded.view(torch.int32) + bits).view(torch.float32)
             parameter.copy_(torch.where(rounded == 0, rounded, moved))
-        self._learner.policy.round()
+        for optimizer in self._learner.policy.optimizers:
+            optimizer.round()
 
     def close(self) -> None:
         """Leave the process group."""

@@ -27,11 +27,11 @@ class ScorerRole(Role):
     def __init__(self, log: Path) -> None:
         super().__init__(log)
         with uncollected():
-            import learner.scorer  # noqa: F401 -- for `run`
+            import learner.reference  # noqa: F401 -- for `run`
 
     def run(self, context: RunContext[LearnerSections], number: int) -> None:
         """Load the reference, and score until it is killed."""
-        from learner.scorer import ReferenceScorer
+        from learner.reference import ReferenceScorer
 
         ReferenceScorer(context, number).run()
 

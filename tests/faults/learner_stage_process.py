@@ -19,7 +19,7 @@ from learner import checkpoint_meta, coordinator, optimizer
 from learner import stage as stage_file
 from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
-from learner.scorer import ReferenceScorer
+from learner.reference import ReferenceScorer
 from learner.stage import Stage
 from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig

@@ -75,7 +75,7 @@ def events(monkeypatch):
     monkeypatch.setattr(stage, "join_group", note("rendezvous"))
     monkeypatch.setattr(stage.Mesh, "build", lambda *_: None)
     monkeypatch.setattr(stage, "Agreement", Ranks)
-    monkeypatch.setattr(stage, "build_networks", note("policy loaded", networks))
+    monkeypatch.setattr(stage, "load_networks", note("policy loaded", networks))
     monkeypatch.setattr(stage, "build_reference", note("reference loaded"))
     monkeypatch.setattr(stage, "write_shard", note("shard written"))
     monkeypatch.setattr(stage, "complete_folder", note("folder written"))

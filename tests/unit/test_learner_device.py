@@ -15,8 +15,8 @@ from learner.attention import AttentionLayout
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
 from learner.device import device_of, kept_bytes, memory_need, micro_batches_in_flight, settle
-from learner.logprobs import LogitRule
 from learner.model import StageModule
+from learner.products import LogitRule
 
 TOKENS = 480
 SHAPES = {

@@ -9,7 +9,7 @@ import torch
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
-from learner.host_memory import Offload, host_room
+from learner.device import Offload, host_room
 from learner.networks import Network
 from tests.unit.small_models import Model, load
 from tests.world.learner import alone, make_models, make_networks

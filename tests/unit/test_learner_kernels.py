@@ -14,8 +14,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from learner import kernels
 from learner.decoders import FAMILIES
 from learner.kernels import fuse
-from learner.logprobs import LogitRule, token_logprobs
 from learner.model import DeviceBatch
+from learner.products import LogitRule, token_logprobs
 from tests.unit.small_models import CPU, LOCAL, Model, load, packed_batch, run
 from tests.world import fused_kernels
 

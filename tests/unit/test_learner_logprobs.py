@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner import logprobs as logprobs_file
-from learner import precision as precision_file
+from learner import products
 from learner.attention import AttentionLayout, packed_attention
-from learner.logprobs import KEPT_MIB, LOGITS_MIB, LogitRule, token_logprobs
+from learner.products import KEPT_MIB, LOGITS_MIB, LogitRule, token_logprobs
 from tests.unit.small_models import CPU, TEMPERATURE, assert_close
 
-shares_again = logprobs_file._shares_again
+shares_again = products._shares_again
 
 # --- log-probabilities ----------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ def test_no_more_logits_than_a_chunk_ever_exist():
 def test_gradients_of_states_and_of_the_head_are_computed_apart_and_each_once(monkeypatch):
     """A zero-bubble schedule asks for them one after the other. What the first pass kept is not computed again."""
     again = []
-    monkeypatch.setattr(logprobs_file, "_shares_again", lambda *args: again.append(1) or shares_again(*args))
+    monkeypatch.setattr(products, "_shares_again", lambda *args: again.append(1) or shares_again(*args))
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     for num_kept in (0, 4, 6):
         again.clear()
@@ -161,7 +160,7 @@ def sums_in_float32(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", mm_as_on_cuda)
     monkeypatch.setattr(torch, "addmm", addmm_as_on_cuda)
-    monkeypatch.setattr(precision_file, "sums_in_float32", lambda factor: factor.dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "sums_in_float32", lambda factor: factor.dtype == torch.bfloat16)
     return asked
 
 
@@ -193,7 +192,7 @@ def test_only_cuda_has_products_of_16_bit_numbers_with_sums_in_float32():
     found, *_ = log_probabilities_and_gradients(hidden, weight, tokens, rule)
     assert 0.005 < float((found - exact).abs().mean()) < 0.05, "say in docs/learner.md if this is no longer so"
     for device, dtype, wide in (("cuda", torch.bfloat16, True), ("cuda", torch.float32, False)):
-        assert precision_file.sums_in_float32(SimpleNamespace(device=torch.device(device), dtype=dtype)) == wide
+        assert products.sums_in_float32(SimpleNamespace(device=torch.device(device), dtype=dtype)) == wide
 
 
 def test_a_head_of_16_bits_is_not_copied_and_its_gradient_is_float32(sums_in_float32):

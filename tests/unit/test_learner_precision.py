@@ -19,7 +19,7 @@ from learner.mesh import MeshPlace
 from learner.model import EMBEDDING, load_stage
 from learner.networks import load_chunks
 from learner.optimizer import UpdateDecision
-from learner.precision import embed, round_parameters
+from learner.products import embed, round_parameters
 from learner.step import TrainStep
 from tests.unit.small_models import CPU, LOCAL, VOCABULARY, Model, load, packed_batch, run
 from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows

@@ -31,7 +31,7 @@ from learner import attention
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
-from learner.networks import Networks, build_networks
+from learner.networks import Networks, load_networks
 from learner.packing import PackingRule, micro_batches_asked
 from learner.reference import Reference, build_reference
 from learner.step import TrainStep
@@ -163,7 +163,8 @@ def make_networks(
         algorithm=algorithm,
         **changes,
     )
-    networks = build_networks(context, mesh, torch.device("cpu"))
+    critic = algorithm.needs.critic
+    networks = load_networks(path, context.config.learner, critic, TEMPERATURE, mesh, torch.device("cpu"))
     return networks, build_reference(context, mesh, torch.device("cpu"))
 
 
