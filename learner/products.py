@@ -85,18 +85,7 @@ def _narrowed(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
     return output.to(COMPUTED)
 
 
-def embed(embedding: nn.Embedding, tokens: Tensor, dtype: torch.dtype, *, adds_in_place: bool = False) -> Tensor:
-    """Rows of a rounded embedding as states of this dtype, with a gradient that is summed in float32.
-
-    `adds_in_place`: it is added to `grad` itself, and no other like the whole table is made.
-    """
-    asked = (embedding.padding_idx, dtype, adds_in_place)
-    states: Tensor = _Lookup.apply(embedding.weight, tokens, *asked)  # type: ignore[no-untyped-call]
-    scale: Tensor | None = getattr(embedding, "embed_scale", None)  # Gemma, whose scale is rounded like its weights
-    return states if scale is None else states * scale.to(embedding.weight.dtype)
-
-
-# --- embeddings and linear maps -------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -126,6 +115,20 @@ def gradient_of(weight: Tensor) -> Tensor:
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     return weight.grad
+
+
+# --- embeddings and linear maps -------------------------------------------------------------------
+
+
+def embed(embedding: nn.Embedding, tokens: Tensor, dtype: torch.dtype, *, adds_in_place: bool = False) -> Tensor:
+    """Rows of a rounded embedding as states of this dtype, with a gradient that is summed in float32.
+
+    `adds_in_place`: it is added to `grad` itself, and no other like the whole table is made.
+    """
+    asked = (embedding.padding_idx, dtype, adds_in_place)
+    states: Tensor = _Lookup.apply(embedding.weight, tokens, *asked)  # type: ignore[no-untyped-call]
+    scale: Tensor | None = getattr(embedding, "embed_scale", None)  # Gemma, whose scale is rounded like its weights
+    return states if scale is None else states * scale.to(embedding.weight.dtype)
 
 
 def add_gradients_in_place(layers: nn.Module) -> None:
