@@ -9,6 +9,8 @@ THREE_AT_A_TIME := -n 3 --dist worksteal
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Tests start some hundreds of processes: one compiles what all of them import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test full unit faults lint format docs-check bench install clean
 
