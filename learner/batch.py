@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -79,7 +78,7 @@ class StepBatch:
             ValueError: a sequence does not fit the budget, or there is none.
         """
         rows = rows.select(COLUMNS)
-        group_B = _group_numbers(rows)
+        group_B = _numbers(rows, "group_id")
         packed = pack_rows(rows, rule, group_B)
         incarnation_S, version_S, start_S, end_S = map(np.asarray, rows.column("spans").flatten().flatten())
         row_S = np.repeat(np.arange(rows.num_rows), rows.column("spans").value_lengths())
@@ -221,18 +220,12 @@ def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray | None 
     """Trajectories by columns, packed, where the group of each is known already; the errors as of `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
     sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
-    unit_B = _group_numbers(rows) if group_B is None else group_B
+    unit_B = _numbers(rows, "group_id") if group_B is None else group_B
     if rule.unit == "prompt":
-        unit_B = np.unique(rows.column("prompt_id"), return_inverse=True)[1].reshape(-1)
+        unit_B = _numbers(rows, "prompt_id")
     return pack(sequences, rows.column("prompt_length").to_pylist(), rule, unit_B)
 
 
-def _group_numbers(rows: pa.RecordBatch) -> IntArray:
-    """The group of each sequence, numbered from 0; a group that a draw with replacement names twice counts as two."""
-    seen: Counter[tuple[int, int]] = Counter()
-    keys = []
-    for group_id, index in zip(*(rows.column(name).to_pylist() for name in ("group_id", "sample_index")), strict=True):
-        keys.append((group_id, seen[group_id, index]))
-        seen[group_id, index] += 1
-    numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
-    return np.array([numbers[key] for key in keys], np.int64)
+def _numbers(rows: pa.RecordBatch, name: str) -> IntArray:
+    """The group, or the prompt, of each sequence, numbered from 0."""
+    return np.unique(rows.column(name), return_inverse=True)[1].reshape(-1)

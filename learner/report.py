@@ -78,14 +78,12 @@ def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
     written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
     age_G = np.zeros(start.num_groups, np.int64)
     np.maximum.at(age_G, start.group_B[written_B], start.lag_T[bounds_T[:-1][written_B]])
-    samples = set(zip(*(start.rows.column(name).to_pylist() for name in ("group_id", "sample_index")), strict=True))
     uses = ledger["uses"] - ledger["redone_uses"]
     return {
         "buffer/effective_uses": uses,
         "buffer/uses_per_sample": uses / ledger["trained"] if ledger["trained"] else None,
         "buffer/age_at_use": float(age_G.mean()),
         "buffer/on_policy_share": float((start.lag_T == 0).mean()) if len(start.lag_T) else None,
-        "buffer/unique_frac": len(samples) / start.rows.num_rows,
     }
 
 

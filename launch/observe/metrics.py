@@ -151,7 +151,6 @@ METRICS: dict[str, str] = {
     "buffer/on_policy_share": "Share of the draw's tokens that the version sampled at which the step begins.",
     "buffer/uninformative_frac": "Share of the draw's groups whose rewards are all equal: to a loss that compares the "
     "samples of a prompt they say nothing. buffer.refill_uninformative sets such groups aside.",
-    "buffer/unique_frac": "Different samples over samples in the draw: 1 unless it takes some of them twice.",
     # time, and who waits for whom
     "time/wait_for_batch": "Seconds that the learner waited for the step's batch.",
     "time/scored_ahead": "Of that wait, the seconds in which the learner scored with the reference model what had "

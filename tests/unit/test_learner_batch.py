@@ -27,7 +27,7 @@ VERSION = 9
 
 
 def random_rows(seed: int) -> list[Trajectory]:
-    """Groups of three, some drawn twice; one to four versions each; some with scores."""
+    """Groups of three; one to four versions each; some with scores."""
     random = np.random.default_rng(seed)
     rows = []
     for group in random.permutation(12):
@@ -56,7 +56,7 @@ def random_rows(seed: int) -> list[Trajectory]:
                     actor=f"actor-{random.integers(3)}",
                 )
             )
-    return rows + rows[6:12]
+    return rows
 
 
 class OneByOne:
@@ -66,10 +66,7 @@ class OneByOne:
         self.rows = rows
         self.spans = [span for row in rows for span in row.spans]
         lengths = [row.num_completion_tokens for row in rows]
-        seen, keys = Counter(), []
-        for row in rows:
-            keys.append((row.group_id, seen[row.group_id, row.sample_index]))
-            seen[row.group_id, row.sample_index] += 1
+        keys = [row.group_id for row in rows]
         sampled_T = self._of_tokens(span.version.version for span in self.spans)
         self.counted_T = self._of_tokens(effective_version(span.version, RESUMED_AT) for span in self.spans)
         self.abandoned_T = self.counted_T < sampled_T

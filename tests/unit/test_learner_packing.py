@@ -178,15 +178,6 @@ def of_lengths(*samples):
     return rows
 
 
-def test_a_group_that_is_drawn_twice_counts_as_two():
-    spans = [((0, 0), 0, 3)]
-    once = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
-    other = [trajectory(spans, group_id=2, sample_index=0), trajectory(spans, group_id=2, sample_index=1)]
-    batch = StepBatch.build(to_batch([*once, *other, *once], "run"), 0, {0: 0}, RULE)
-    assert batch.num_groups == 3
-    assert batch.group_B.tolist() == [1, 1, 0, 0, 2, 2]
-
-
 def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
     # incarnation 0 reached version 9, and incarnation 1 resumed from its checkpoint at version 6
     abandoned = trajectory([((0, 8), 0, 3)])
@@ -360,16 +351,15 @@ def test_a_step_that_is_taken_again_reads_the_scores_of_the_first_time_in_any_pr
 
 def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
     spans = [((0, 1), 0, 2), ((0, 4), 2, 6)]
-    twice = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
+    older = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
     fresh = [trajectory([((0, 5), 0, 4)], group_id=2, sample_index=0)]
-    batch = StepBatch.build(to_batch([*twice, *fresh, *twice], "run"), 5, {0: 0}, RULE)
+    batch = StepBatch.build(to_batch([*older, *fresh], "run"), 5, {0: 0}, RULE)
     found = replay_metrics(batch, {"uses": 24, "redone_uses": 4, "trained": 10})
     assert found == {
         "buffer/effective_uses": 20,
         "buffer/uses_per_sample": 2.0,
-        "buffer/age_at_use": pytest.approx((4 + 4 + 0) / 3),
-        "buffer/on_policy_share": pytest.approx(4 / 28),
-        "buffer/unique_frac": pytest.approx(3 / 5),
+        "buffer/age_at_use": pytest.approx((4 + 0) / 2),
+        "buffer/on_policy_share": pytest.approx(4 / 16),
     }
     assert replay_metrics(batch, {"uses": 0, "redone_uses": 0, "trained": 0})["buffer/uses_per_sample"] is None
 
