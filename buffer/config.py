@@ -19,6 +19,8 @@ MAX_MESSAGE_MIB = 64
 ones, and the longest single trajectory that fits has some eight million tokens."""
 MAX_GROUP_SIZE = 2**16
 """No group has more samples."""
+MAX_PORT = 65535
+"""Of TCP."""
 
 
 class BufferConfig(BaseModel):
@@ -32,7 +34,7 @@ class BufferConfig(BaseModel):
         "this command, or loopback where a port is given; else this machine's address in the Ray cluster.",
     )
     port: int = Field(
-        default=0, ge=0, le=65535, description="TCP port; 0 lets the system choose a free one, where one is needed."
+        default=0, ge=0, le=MAX_PORT, description="TCP port; 0 lets the system choose a free one, where one is needed."
     )
     shards: PositiveInt = Field(
         default=1,
@@ -169,6 +171,11 @@ class BufferConfig(BaseModel):
             )
         if self.groups_per_prompt > 1:
             self._check_groups_per_prompt(chosen, where)
+        if self.port and (last := self.port + self.shards - 1) > MAX_PORT:
+            raise ValueError(
+                f"port = {self.port} with shards = {self.shards} gives the last shard port {last}, and {MAX_PORT} is "
+                "the greatest there is: choose a lower one, or 0 for free ones"
+            )
         if 0 < self.capacity_gib * 1024 < MAX_MESSAGE_MIB:
             raise ValueError(
                 f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "

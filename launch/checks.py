@@ -6,6 +6,7 @@ import os
 import re
 import uuid
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
@@ -198,8 +199,8 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
         config.buffer.check_sizes(config.actors.group_size, contract.capacity() + learner.groups_per_step)
-    _check_sizes(config)
     _check_weight_sync(config, is_new=resumed is None)
+    _check_ports(config)
     _check_ray(config)
     _check_tracking(config.tracking)
     model = None
@@ -228,11 +229,9 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
 def _check_shares(plan: Plan) -> None:
     """See that every service of the buffer takes its share of the run."""
     buffer, facts = plan.config.buffer, plan.facts(vocab_size=1)  # by which no share goes
-    try:
+    with as_config_error(kind=StoreError):
         for shard in range(buffer.shards):
             share_of(buffer, facts.model_copy(update={"shard": shard}))
-    except StoreError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _keys(config: Config) -> RunKeys | None:
@@ -349,6 +348,11 @@ def _check_steps(config: Config) -> None:
             f"learner.num_minibatches = {learner.num_minibatches}, but a step has only learner.groups_per_step = "
             f"{learner.groups_per_step} groups, and a minibatch needs a whole one"
         )
+    if learner.token_budget < config.actors.max_model_tokens:
+        raise ConfigError(
+            f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
+            f"actors.max_new_tokens = {config.actors.max_model_tokens}: the longest sample would fit in no micro-batch"
+        )
     compares = needs.groups or getattr(config.algorithm, "baseline", "") == "batch"
     num_groups = 1 if needs.groups else learner.groups_per_step // learner.num_minibatches
     if compares and num_groups * config.actors.group_size < 2 and config.buffer.source is None:
@@ -390,18 +394,23 @@ def _check_teachers(config: Config) -> None:
 
 
 def _check_weight_sync(config: Config, *, is_new: bool) -> None:
-    """How weights are to travel; a run that is gone on with finds its own in the folder."""
+    """Where weights are to lie; a run that is gone on with finds its own in the folder."""
     sync = config.weight_sync
-    ports = range(config.buffer.port, config.buffer.port + config.buffer.shards)
-    if sync.port and sync.transport != "folder" and sync.port in ports:
-        raise ConfigError(
-            f"weight_sync.port = {sync.port} is also a port of the buffer (buffer.port = {config.buffer.port}): "
-            "choose another, or 0 for a free one"
-        )
     if sync.folder is not None and is_new:
         check_weights_folder(Path(sync.folder))
     if sync.staging_dir is not None:
         check_writable(Path(sync.staging_dir), "weight_sync.staging_dir")
+
+
+def _check_ports(config: Config) -> None:
+    """No two sockets of the run may have one port; 0 is a free one."""
+    buffer, sync = config.buffer, config.weight_sync
+    ports = {f"buffer.port + {shard}": buffer.port + shard for shard in range(buffer.shards if buffer.port else 0)}
+    ports["weight_sync.port"] = 0 if sync.transport == "folder" else sync.port
+    ports["tracking.prometheus_port"] = config.tracking.prometheus_port or 0
+    for (first, port), (second, other) in combinations(ports.items(), 2):
+        if port and port == other:
+            raise ConfigError(f"{second} = {other} is also {first}: choose another port for one of them")
 
 
 def _check_ray(config: Config) -> None:
@@ -432,15 +441,6 @@ def _check_tracking(tracking: TrackingConfig) -> None:
     if port is not None and (why := cannot_bind(LOOPBACK, port)):
         raise ConfigError(
             f"tracking.prometheus_port = {port} cannot be bound at {LOOPBACK}: {why}; choose another, or leave it out"
-        )
-
-
-def _check_sizes(config: Config) -> None:
-    actors, learner = config.actors, config.learner
-    if learner.token_budget < actors.max_model_tokens:
-        raise ConfigError(
-            f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
-            f"actors.max_new_tokens = {actors.max_model_tokens}: the longest sample would fit in no micro-batch"
         )
 
 

@@ -326,10 +326,8 @@ def plan(parsed: argparse.Namespace) -> int:
         from launch.text import progress_line
         from planning.profile import Profile, ProfileError
 
-        try:
+        with as_config_error(kind=ProfileError):
             found = Profile.read(parsed.profile)
-        except ProfileError as error:
-            raise ConfigError(str(error)) from None
         here = host_here()
         hosts = [here]
         if parsed.hosts is not None:
@@ -337,10 +335,8 @@ def plan(parsed: argparse.Namespace) -> int:
             hosts = read_hosts(parsed.hosts, cpus, gpus)
         planner = Planner(parsed.config, parsed.overrides, found, hosts, prices_of(parsed.price))
         if (model := model_of(planner.config)) is not None:
-            try:
+            with as_config_error(kind=ProfileError):
                 found.check_model(model, parsed.profile)
-            except ProfileError as error:
-                raise ConfigError(str(error)) from None
         if not found.machine.is_like(machine_here()):
             print(f"note: the profile was taken on another machine ({found.machine}); the rates are those of that one")
         with progress_line() as progress:

@@ -17,8 +17,10 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
-def as_config_error(where: str = "", kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """What the packages say of a wrong value is a `ConfigError`, with the place of it before."""
+def as_config_error(
+    where: str = "", kind: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[None]:
+    """What the packages say of a wrong value, or of what cannot be read, is a `ConfigError`, with its place before."""
     try:
         yield
     except kind as error:

@@ -15,7 +15,7 @@ from buffer.offline.recorded import Recorded, Survey, fill, survey
 from common.hf_folder import ModelFacts
 from common.run import RunFacts
 from launch.config import Config
-from launch.errors import ConfigError
+from launch.errors import ConfigError, as_config_error
 from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, owner_of
 
 SOURCE_KEY = "buffer.source"
@@ -64,15 +64,13 @@ def fill_buffer(config: Config, facts: RunFacts, folder: RunFolder, expected: Re
     Raises:
         ConfigError: the samples are others than `check_offline` has seen, or the buffer cannot be written.
     """
-    try:
-        with Recorded.open(Path(str(config.buffer.source))) as recorded:
-            newest = survey(recorded).newest
-            num_samples = fill(folder.buffer, facts, config.buffer, recorded, newest)
-    except BufferError as error:
-        raise ConfigError(f"{SOURCE_KEY}: {error}") from None
+    source = Path(str(config.buffer.source))
+    with as_config_error(f"{SOURCE_KEY}: ", BufferError), Recorded.open(source) as recorded:
+        newest = survey(recorded).newest
+        num_samples = fill(folder.buffer, facts, config.buffer, recorded, newest)
     if num_samples != expected.num_samples:
         raise ConfigError(
-            f"{SOURCE_KEY} = '{config.buffer.source}' had {expected.num_samples} samples a moment ago, and now "
+            f"{SOURCE_KEY} = '{source}' had {expected.num_samples} samples a moment ago, and now "
             f"{num_samples}: somebody writes to it; start again once that has ended"
         )
 
@@ -100,12 +98,10 @@ def _look_at(config: Config, model: ModelFacts | None, path: Path) -> RecordedFa
     limits = {"max_tokens": config.learner.token_budget}
     if model is not None:
         limits = {"max_tokens": min(config.learner.token_budget, model.max_position), "vocab_size": model.vocab_size}
-    try:
+    with as_config_error(f"{SOURCE_KEY}: ", BufferError):
         _check_run(config, path)
         with Recorded.open(path) as recorded:
             found = survey(recorded, **limits)
-    except BufferError as error:
-        raise ConfigError(f"{SOURCE_KEY}: {error}") from None
     _check_samples(config, found, path, is_recorded=recorded.is_recorded)
     return RecordedFacts(
         num_samples=found.num_samples,

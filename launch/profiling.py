@@ -34,7 +34,7 @@ from common.costs import Moments
 from common.hf_folder import model_identity
 from launch.checks import check
 from launch.config import Config, load_config
-from launch.errors import ConfigError
+from launch.errors import ConfigError, as_config_error
 from launch.gpus import gpus_here
 from launch.host import ourselves
 from launch.observe.status import RunStatus, StatusError, read_status
@@ -239,16 +239,13 @@ class _Run:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        try:
+        unreadable = as_config_error(f"the run {folder.root} cannot be read: ", (OSError, json.JSONDecodeError))
+        with unreadable, as_config_error(kind=(StatusError, StoreError)):
             self.config: Config = load_config(folder.config, [])
             self.status: RunStatus = read_status(folder.status)
             lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
             self.model = model_of(self.config) or ""
             self.trained = _trained(folder)
-        except (StatusError, StoreError) as error:
-            raise ConfigError(str(error)) from None
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigError(f"the run {folder.root} cannot be read: {error}") from None
         steps = [row for row in lines if "loss" in row and not row["skipped"]]
         self.steps: list[dict[str, Any]] = steps[WARM_UP:]
         if len(self.steps) < LEAST_STEPS:
@@ -336,6 +333,11 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
         KeyboardInterrupt: both have ended by then.
     """
     config = load_config(config_path, overrides)
+    if config.buffer.source is not None:
+        raise ConfigError(
+            f"buffer.source = '{config.buffer.source}' has no actors generate, and a profile is of what they cost too: "
+            "leave it out"
+        )
     with tempfile.TemporaryDirectory(prefix="leeway-profile-") as place:
         _check(load_config(config_path, [*overrides, *_as_it_is()]), Path(place) / "none")
         runs = []

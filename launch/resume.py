@@ -189,11 +189,8 @@ def _check_buffer(folder: RunFolder, run_id: str) -> None:
     """See that the buffer in the folder is that of this run; none is there where the run ended before it was made."""
     if not any((store / DATA).exists() for store in store_folders(folder.buffer)):
         return
-    try:
-        with Inspection.open(folder.buffer) as inspection:
-            theirs = {store.facts.run_id for store in inspection.stores}
-    except StoreError as error:
-        raise ConfigError(str(error)) from None
+    with as_config_error(kind=StoreError), Inspection.open(folder.buffer) as inspection:
+        theirs = {store.facts.run_id for store in inspection.stores}
     if theirs != {run_id}:
         raise ConfigError(
             f"the buffer in {folder.buffer} is that of another run ({', '.join(theirs - {run_id})}), and "

@@ -57,8 +57,10 @@ NOTHING: Mapping[str, object] = {}
 NAMES = {"wait_for_batch": "wait for batch", "update": "weight update"}
 """Of a kind that is not called as it is."""
 NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4, "actors": 5}
-FIRST_NUMBERS = {"buffer": 10, "weights": 100, "scorer": 150, "ranker": 190, "stage": 200, "actor": 1000}
-"""Of the processes of the trace, in the order in which they are shown; "stage-3" has 203, under every command."""
+ROLES = ("buffer", "weights", "scorer", "ranker", "stage", "actor")
+FIRST_NUMBERS = {role: 100_000 * place for place, role in enumerate(ROLES, 1)}
+"""Of the processes of the trace, in the order in which they are shown; "stage-3" has 500003, under every command. No
+role has so many that one of them had a number of the next."""
 COUNTERS = {
     "lag (versions)": {"mean": "lag/token_mean", "greatest": "lag/token_max"},
     "tokens per second": {"generated": "perf/generated_tokens_per_s", "trained": "perf/trained_tokens_per_s"},

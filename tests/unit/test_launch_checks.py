@@ -126,8 +126,13 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--weight_sync.transport", "pigeon"], "weight_sync.transport = 'pigeon'"),
         (
             ["--weight_sync.port", "5000", "--buffer.port", "4999", "--buffer.shards", "2"],
-            "is also a port of the buffer",
+            "weight_sync.port = 5000 is also buffer.port + 1: choose another port",
         ),
+        (
+            ["--tracking.prometheus_port", "4999", "--buffer.port", "4999"],
+            "tracking.prometheus_port = 4999 is also buffer.port + 0: ",
+        ),
+        (["--buffer.port", "65535", "--buffer.shards", "2"], "gives the last shard port 65536"),
         (["--launch.ray_address", "local"], "leave the key out, and Ray starts itself here"),
         (["--launch.ray_address", "ray://10.0.0.1:10001"], "is Ray's client, through which no run can be placed"),
         (["--weight_sync.folder", "/proc/weights"], "/proc cannot be written ("),
@@ -237,6 +242,12 @@ def test_a_dry_run_sees_that_there_is_no_login_of_wandb_and_that_a_port_is_taken
         key = ["--tracking.prometheus_port", taken.getsockname()[1]]
         status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run", *key)
     assert (status, "tracking.prometheus_port" in error) == (WRONG_INPUT, True)
+
+
+def test_ports_that_the_system_chooses_are_nobody_elses(capsys, tmp_path):
+    keys = ["--weight_sync.transport", "network", "--weight_sync.port", "3", "--buffer.shards", "4"]
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run", *keys)
+    assert (status, error) == (0, "")
 
 
 def test_the_sums_example_says_which_loss_needs_more_than_its_name(capsys, tmp_path):

@@ -369,6 +369,11 @@ def test_a_first_run_that_shows_too_little_is_refused_before_the_second(monkeypa
     assert len(begun) == 1
 
 
+def test_recorded_samples_are_no_profile_of_actors():
+    with pytest.raises(ConfigError, match=r"buffer\.source = '.*runs/a' has no actors generate"):
+        profiling.take(DEMO, ["--buffer.source", "runs/a"], lambda text: None)
+
+
 def test_runs_that_are_profiled_have_weights_of_their_own_beside_those_of_the_config(tmp_path, monkeypatch):
     used = []
 

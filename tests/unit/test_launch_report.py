@@ -177,6 +177,10 @@ def test_a_folder_with_nothing_but_a_config_has_a_page(tmp_path):
     assert words(page).count("is not there") == 4
 
 
+def test_a_page_without_a_config_says_that_it_is_not_known(tmp_path):
+    assert "The config is not known." in render([collect(RunFolder(tmp_path))])
+
+
 def test_rows_of_another_shape_do_not_stop_a_page(tmp_path):
     run = make_run(tmp_path / "sums")
     odd = [

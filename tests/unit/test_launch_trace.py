@@ -9,7 +9,7 @@ import pytest
 from actors.report import WeightUpdate
 from launch.cli import main
 from launch.observe.status import PollResult
-from launch.observe.trace import Trace, read
+from launch.observe.trace import FIRST_NUMBERS, Trace, read
 from tests.unit.report_run import NASTY, START_S, make_run, report
 
 
@@ -44,6 +44,15 @@ def test_every_process_and_every_track_has_a_name(events):
     assert {(event["pid"], event["tid"]) for event in of(events, "X")} <= tracks
     names = [name for _, name in sorted(processes.items())]
     assert names == ["launch", "evaluation", "learner", "buffer", "actors", "actor-0", "actor-1"]
+
+
+def test_no_two_processes_have_one_number_however_many_there_are(tmp_path):
+    names = [f"{role}-{number}" for role in FIRST_NUMBERS for number in (0, 10, 40, 90, 800, 5000)]
+    with Trace(tmp_path / "trace.json") as trace:
+        for name in names:
+            trace._switch(name, "state", "starting")
+    found = {event.pid: event.args["name"] for event in read(tmp_path / "trace.json") if event.name == "process_name"}
+    assert sorted(found.values()) == sorted(names)
 
 
 def test_spans_of_a_track_follow_each_other_and_times_grow(events):
