@@ -11,9 +11,9 @@ if __name__ == "__main__":
     os.environ.update(RAY_ENVIRONMENT)  # Ray reads it when it is imported, which is next
     from benchmarks.fleet_parts.roles import SleepingActorRole
     from benchmarks.scoring_parts.roles import SleepingChunksRole, SleepingScorerRole
-    from launch.processes import actor_pools, learner_group, scorers
+    from launch.processes import actor_pools, helpers, learner_group
 
     actor_pools.ActorRole = SleepingActorRole  # type: ignore[attr-defined]
     learner_group.StageRole = SleepingChunksRole  # type: ignore[misc]
-    scorers.ScorerRole = SleepingScorerRole  # type: ignore[misc]
+    helpers.ScorerRole = SleepingScorerRole  # type: ignore[misc]
     sys.exit(main(sys.argv[1:]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.scoring_parts.setting import LAYER_S
 from common.run import RunContext
+from launch.processes.helpers import ScorerRole
 from launch.processes.learner_group import StageRole
-from launch.processes.scorers import ScorerRole
 from learner.config import LearnerSections
 
 

@@ -4,12 +4,13 @@ supervisor     Supervisor: starts all of them, restarts what may be restarted, e
 learner_group  LearnerGroup: the processes of the learner, started again as a whole
 actor_pools    ActorPools: the actors of all pools, which come and go singly
 actor_role     ActorRole: one in its process, which leaves in order at SIGTERM
-scorers        Scorers: those of all pools, which the run neither waits for nor ends with
+helpers        Scorers, RankerService: what the run is better with, and neither waits for nor ends with
 services       BufferServices, WeightServices: what serves at an address, started again there where it ends
 evaluation     Evaluation: held-out problems spread over the actors
 role_process   Role: what a process hosts; RoleProcess: one as the supervisor sees it; Restarts: how often it is started
                again
-placement      PlacementGroup, Reservation: on which hosts, with a bound on every wait; spawn: a process there
+placement      PlacementGroup, Reservation: on which hosts, with a bound on every wait; PlacedProcess: one with a place;
+               spawn: starts it there
 ray_cluster    Ray started or joined, RayWatch: sees that Ray's own processes died; and ended
 reaper         ends what a killed command leaves behind; a program of its own
 """

@@ -19,7 +19,7 @@ from launch.config import Config
 from launch.gpus import shared, too_full
 from launch.pools import ActorPool, actor_pools
 from launch.processes.actor_role import GOODBYE_S, ActorRole, ToldToEnd, told_to_end
-from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
+from launch.processes.placement import PLACEMENT_S, PlacedProcess, place_of, spawn
 from launch.processes.role_process import (
     SILENCE_S,
     STARTUP_KEY,
@@ -43,7 +43,7 @@ CALM_S = 600.0
 
 
 @dataclass
-class ActorProcess(RoleProcess):
+class ActorProcess(PlacedProcess):
     """One actor.
 
     waiting for resources -> starting -> ready, evaluating -> working -> finished
@@ -51,16 +51,12 @@ class ActorProcess(RoleProcess):
     lost, in the end: it died too often, was told to end too often, found no host, or was taken out
     """
 
-    placement: PlacementGroup = field(kw_only=True)
-    """Its place, which it keeps when it has died and is started again."""
     starting: Any = None
     """The pending call that ends when it is ready."""
     evaluating: Any = None
     """The pending call of the evaluation that it was asked for last."""
     leaving: Any = None
     """That which ends it, where its pool was made smaller."""
-    lost: str = ""
-    """Why it was given up, where it was."""
     after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, CALM_S))
     """Those that were planned, as it left by SIGTERM; `restarts` are those of failures."""
     _cut_since_s: float | None = None
@@ -69,14 +65,10 @@ class ActorProcess(RoleProcess):
     @property
     def state(self) -> str:
         """For people; see the class."""
-        if self.lost:
-            return f"lost: {self.lost}"
-        if self.leaving is not None:
+        if self.leaving is not None and not self.lost:
             return "leaving"
-        if self.handle is None:
-            return "waiting for resources"
         state, evaluating = super().state, self.evaluating  # read once, as there
-        if state == "working":  # it is asked to evaluate beside its work too
+        if state not in ("starting", "finished"):  # it is asked to evaluate beside its work too
             return state
         if evaluating is not None and not done(evaluating):
             return "evaluating"
@@ -184,7 +176,7 @@ class ActorPools:
         if calls := [actor.leaving or actor.handle.stop.remote() for actor in alive]:
             ray.wait(calls, num_returns=len(calls), timeout=goodbye_s)
         for actor in self.actors:
-            self._end(actor)
+            actor.end()
         self.actors = []
 
     # --- watch ------------------------------------------------------------------------------------
@@ -231,7 +223,7 @@ class ActorPools:
         """
         for actor in self.actors:
             if actor_name(actor.number) == name and not actor.lost:
-                self._lose(actor, f"taken out of the run: {why}")
+                actor.lose(f"taken out of the run: {why}")
                 self.quarantined.append(name)
                 self._notify("quarantined", f"{name} is taken out of the run, and its leases are issued anew: {why}")
         if all(actor.lost for actor in self.actors):
@@ -286,13 +278,13 @@ class ActorPools:
 
     def _enlist(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        placement = _place_of(number, pool)
         log, restarts = self._plan.folder.log("actor", number), Restarts(self._config.launch.max_restarts)
-        self.actors.append(ActorProcess("actor", number, None, log, restarts, placement=placement, pool=pool.name))
+        place = place_of("actor", number, pool)
+        self.actors.append(ActorProcess("actor", number, None, log, restarts, placement=place, pool=pool.name))
 
     def _dismiss(self, actor: ActorProcess) -> None:
         if actor.handle is None:
-            self._end(actor)
+            actor.end()
             self.actors.remove(actor)
             return
         actor.leaving = actor.handle.stop.remote()
@@ -329,7 +321,7 @@ class ActorPools:
             return False
         if actor.leaving is not None:
             if done(actor.leaving) or time.monotonic() - actor.started_s > GOODBYE_S:
-                self._end(actor)
+                actor.end()
                 self.actors.remove(actor)
                 self._notify("left", f"{actor.name} has left pool '{actor.pool}'")
             return False
@@ -363,9 +355,9 @@ class ActorPools:
         return None
 
     def _start_again(self, actor: ActorProcess, why: str) -> None:
-        ray.kill(actor.handle, no_restart=True)  # it may have failed without dying
+        actor.kill()  # it may have failed without dying
         if actor.restarts.are_spent:
-            self._lose(actor, f"given up: {why}")
+            actor.lose(f"given up: {why}")
             left = sum(1 for each in self.actors if not each.is_going)
             times = f"after {actor.restarts.in_a_row} restarts in a row"
             others = f"{left} other actor{'' if left == 1 else 's'}"
@@ -381,14 +373,14 @@ class ActorPools:
         self._notify("left", f"{actor.name} {told}")
         if actor.after_sigterm.are_spent:
             why = f"told to end by SIGTERM {actor.after_sigterm.in_a_row + 1} times in a row"
-            self._lose(actor, f"given up: {why}")
+            actor.lose(f"given up: {why}")
             self._notify("given_up", f"{actor.name} is given up: {why}; who sends it? See {actor.log}")
             return
-        ray.kill(actor.handle, no_restart=True)
+        actor.kill()
         actor.forget()
         actor.after_sigterm.count()
         actor.placement.release()
-        actor.placement = _place_of(actor.number, self.pools[actor.pool])
+        actor.placement = place_of(actor.role, actor.number, self.pools[actor.pool])
 
     def _look_for_a_place(self, actor: ActorProcess) -> None:
         if actor.placement.is_placed:
@@ -396,19 +388,5 @@ class ActorPools:
             self._start(actor)
         elif actor.placement.missing_s > PLACEMENT_S:
             why = actor.placement.shortage()
-            self._lose(actor, f"given up: {why}")
+            actor.lose(f"given up: {why}")
             self._notify("given_up", f"{actor.name} is given up: {why}")
-
-    def _lose(self, actor: ActorProcess, why: str) -> None:
-        self._end(actor)
-        actor.lost = why
-
-    def _end(self, actor: ActorProcess) -> None:
-        if actor.handle is not None:
-            ray.kill(actor.handle, no_restart=True)
-        actor.placement.release()
-
-
-def _place_of(number: int, pool: ActorPool) -> PlacementGroup:
-    """Asked for now; returns at once."""
-    return PlacementGroup([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")

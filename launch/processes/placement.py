@@ -1,4 +1,9 @@
-"""Placement: where the processes of a run may be, with a bound on every wait for a host; and starting one there."""
+"""Placement: where the processes of a run may be, with a bound on every wait for a host; and starting one there.
+
+PlacementGroup  places that are asked for together, and given back
+PlacedProcess   a process with a place of its own
+spawn           starts one
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,10 +23,10 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.config import OFFLINE_ENV
-from launch.processes.role_process import RunFailed
+from launch.processes.role_process import RoleProcess, RunFailed
 
 if TYPE_CHECKING:  # as in `services`
-    from launch.pools import Bundle
+    from launch.pools import Bundle, WorkerPool
 
 PLACEMENT_S = 60.0
 """How long a worker waits on a cluster for a host that has what it asks for; to join takes a host a few seconds."""
@@ -119,6 +125,43 @@ class PlacementGroup:
         if group is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 remove_placement_group(group)
+
+
+def place_of(role: str, number: int, pool: WorkerPool) -> PlacementGroup:
+    """The place of one worker of a pool, asked for now; returns at once."""
+    return PlacementGroup([pool.bundle], f"{role}.{number} of {replace(pool, count=1).describe()}")
+
+
+@dataclass
+class PlacedProcess(RoleProcess):
+    """A process with a place of its own, which is given up where it dies too often or finds none."""
+
+    placement: PlacementGroup = field(kw_only=True)
+    """Its place, which it keeps when it has died and is started again."""
+    lost: str = ""
+    """Why it was given up, where it was."""
+
+    @property
+    def state(self) -> str:
+        """For people; see `ProcessStatus`."""
+        if self.lost:
+            return f"lost: {self.lost}"
+        return "waiting for resources" if self.handle is None else super().state
+
+    def kill(self) -> None:
+        """End the process, if there is one."""
+        if self.handle is not None:
+            ray.kill(self.handle, no_restart=True)
+
+    def end(self) -> None:
+        """The same, and give back its place."""
+        self.kill()
+        self.placement.release()
+
+    def lose(self, why: str) -> None:
+        """Give it up: it is not started again."""
+        self.end()
+        self.lost = why
 
 
 def _amounts(free: Mapping[str, float], total: Mapping[str, float]) -> str:

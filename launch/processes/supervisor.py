@@ -20,12 +20,11 @@ from launch.config import Config
 from launch.observe.status import PollResult, ProcessStatus
 from launch.processes.actor_pools import ActorPools, ActorProcess
 from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
+from launch.processes.helpers import RankerService, Scorers
 from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
-from launch.processes.ranker import RankerService
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
 from launch.processes.role_process import Notify, RunFailed, done, results
-from launch.processes.scorers import Scorers
 from launch.processes.services import BufferServices, WeightServices
 
 GOODBYE_S = 15.0
@@ -55,8 +54,7 @@ class Supervisor:
         self._weights = WeightServices(plan, notify, self._check_ray)
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
-        self.scorers = Scorers(plan, notify)
-        self.ranker = RankerService(plan, notify)
+        self._helpers = (Scorers(plan, notify), RankerService(plan, notify))
         self._drained = False
         self._goodbye_s = GOODBYE_S
         self._told_of: set[str] = set()
@@ -88,8 +86,8 @@ class Supervisor:
         addresses = tuple(self._buffer.addresses)
         context = replace(self._context, buffer_addresses=addresses, weights_address=self._weights.address)
         calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
-        self.scorers.start(context)
-        self.ranker.start(context)
+        for helpers in self._helpers:
+            helpers.start(context)
         told = ""
 
         def look() -> None:
@@ -134,8 +132,8 @@ class Supervisor:
         news = self.learner.poll(patience_s)
         if news.resumed_at is not None:
             self._drain_again()
-        self.scorers.watch()
-        self.ranker.watch()
+        for helpers in self._helpers:
+            helpers.watch()
         working = self.actors.watch()
         news.working = frozenset(actor_name(actor.number) for actor in working)
         news.quarantined, news.wanted = tuple(self.actors.quarantined), dict(self.actors.wanted)
@@ -169,11 +167,9 @@ class Supervisor:
 
     def processes(self) -> tuple[ProcessStatus, ...]:
         """Buffer, weights, scorers, ranker, stages, actors, as they are now; waits for none of them."""
-        services = (
-            *self._buffer.processes, *self._weights.processes, *self.scorers.processes, *self.ranker.processes
-        )  # fmt: skip
+        hosts = (self._buffer, self._weights, *self._helpers)
         return (
-            *(each.facts() for each in services),
+            *(each.facts() for host in hosts for each in host.processes),
             *self.learner.facts(),
             *(each.facts() for each in self.actors.actors),
         )
@@ -259,8 +255,8 @@ class Supervisor:
     def _end_politely(self) -> None:
         # the actors first: what they hand back goes to the services
         self.actors.stop(self._goodbye_s)
-        self.scorers.stop()
-        self.ranker.stop()
+        for helpers in self._helpers:
+            helpers.stop()
         if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._goodbye_s)
         self.learner.kill()

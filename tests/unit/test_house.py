@@ -49,7 +49,6 @@ ALONE = {
     "planning.engine": "the sleeping engines of benchmarks keep time by it too",
     "planning.bounds": "closed forms, which the simulator is held to",
     "launch.report.foretold": "what a plan said beside what the run did, apart from how a page shows it",
-    "launch.processes.ranker": "one process that any host may have, beside the scorers, which have pools and places",
     "launch.report.at_end": "the report's own process, so that it cannot hurt the run",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",
     "launch.processes.reaper": "a program of its own, which imports the standard library alone",

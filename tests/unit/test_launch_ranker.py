@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import ray
 
-from launch.processes import ranker, role_process
-from launch.processes.ranker import RankerService
+from launch.processes import helpers, role_process
+from launch.processes.helpers import RankerService
 from tests.unit.made_up_run import context, plan
 
 TWO_POOLS = ("--pools.slow.role", "actors", "--pools.slow.count", "1", "--pools.fast.role", "actors")
@@ -20,12 +21,12 @@ def world(monkeypatch):
         seen.started += 1
         return SimpleNamespace(run=SimpleNamespace(remote=lambda _, number=seen.started - 1: number))
 
-    monkeypatch.setattr(ranker, "spawn", spawn)
-    monkeypatch.setattr(ranker, "here", lambda: None)
-    for module in (ranker, role_process):
+    monkeypatch.setattr(helpers, "spawn", spawn)
+    monkeypatch.setattr(helpers, "here", lambda: None)
+    for module in (helpers, role_process):
         monkeypatch.setattr(module, "done", lambda call: call in seen.dead)
-    monkeypatch.setattr(ranker, "outcome", lambda _: "it was killed")
-    monkeypatch.setattr(ranker.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(helpers, "outcome", lambda _: "it was killed")
+    monkeypatch.setattr(ray, "kill", lambda *_, **__: None)
     return seen
 
 
@@ -60,6 +61,7 @@ def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_of
     assert (world.started, process.state, process.restarts.total) == (2, "working", 1)
     world.dead = {0, 1}
     found.watch()
-    assert found.processes == []
+    found.watch()
+    assert process.state == f"lost: given up: it was killed; see {process.log}"
     assert [kind for kind, _ in world.told] == ["restart", "given_up"]
     assert str(process.log) in world.told[1][1]

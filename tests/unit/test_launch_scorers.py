@@ -3,13 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from launch.checks import check
 from launch.config import load_config
 from launch.errors import ConfigError
 from launch.pools import scorer_pools
-from launch.processes import role_process, scorers
-from launch.processes.scorers import Scorers
+from launch.processes import helpers, role_process
+from launch.processes.helpers import Scorers
 from tests.unit.fake_actor_process import Room
 from tests.unit.made_up_run import DEMO, context, plan
 
@@ -32,12 +33,12 @@ def world(monkeypatch):
         def is_placed(self):
             return seen.room
 
-    monkeypatch.setattr(scorers, "spawn", lambda *_, **__: Handle(len(seen.contexts)))
-    for module in (scorers, role_process):
+    monkeypatch.setattr(helpers, "spawn", lambda *_, **__: Handle(len(seen.contexts)))
+    for module in (helpers, role_process):
         monkeypatch.setattr(module, "done", lambda call: call in seen.dead)
-    monkeypatch.setattr(scorers, "outcome", lambda _: "it was killed")
-    monkeypatch.setattr(scorers, "PlacementGroup", lambda *_: Place())
-    monkeypatch.setattr(scorers.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(helpers, "outcome", lambda _: "it was killed")
+    monkeypatch.setattr(helpers, "place_of", lambda *_: Place())
+    monkeypatch.setattr(ray, "kill", lambda *_, **__: None)
     return seen
 
 
@@ -92,13 +93,13 @@ def test_a_scorer_that_dies_is_started_again_and_given_up_when_it_does_so_too_of
     world.dead = {0}
     found.watch()
     assert world.told == [
-        ("restart", "scorer.0 died (it was killed) and is started again; the learner scores meanwhile")
+        ("restart", "scorer.0 died (it was killed) and is started again; the learner scores itself meanwhile")
     ]
     world.dead = {0, 2}
     for _ in range(3):
         found.watch()
     log = found.processes[0].log
-    why = f"scorer.0 is given up, and the learner scores in its place: it was killed; see {log}"
+    why = f"scorer.0 is given up, and the learner scores itself from now on: it was killed; see {log}"
     assert world.told[1:] == [("given_up", why)]
     assert [each.state for each in found.processes] == [f"lost: given up: it was killed; see {log}", "working"]
     found.stop()
@@ -109,5 +110,7 @@ def test_a_scorer_for_which_no_host_has_room_is_given_up_with_the_reason(world, 
     world.room = False
     found = start(world, tmp_path / "run")
     assert world.contexts == []
-    assert world.told == [("given_up", "scorer.0 is given up, and the learner scores in its place: no host has room")]
+    assert world.told == [
+        ("given_up", "scorer.0 is given up, and the learner scores itself from now on: no host has room")
+    ]
     assert found.processes[0].facts().state == "lost: given up: no host has room"

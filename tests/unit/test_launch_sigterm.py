@@ -168,7 +168,7 @@ def pools(tmp_path, monkeypatch):
     monkeypatch.setattr(pools_module, "failure", lambda call: made.ends.get(call))
     monkeypatch.setattr(pools_module, "outcome", lambda call: str(made.ends[call] or ""))
     monkeypatch.setattr(pools_module, "spawn", lambda *_, **__: Handle())
-    monkeypatch.setattr(pools_module, "PlacementGroup", lambda *_: Room())
+    monkeypatch.setattr(pools_module, "place_of", lambda *_: Room())
     monkeypatch.setattr(ray, "wait", lambda calls, **_: ([], calls))  # whatever else is asked goes on
     monkeypatch.setattr(ray, "kill", lambda handle, no_restart: made.killed.append(handle))
     return made

@@ -213,7 +213,7 @@ def started(two_actors, monkeypatch):
         return handles[-1]
 
     monkeypatch.setattr(pools_module, "spawn", spawn)
-    monkeypatch.setattr(pools_module, "PlacementGroup", lambda *_: Room())
+    monkeypatch.setattr(pools_module, "place_of", lambda *_: Room())
     monkeypatch.setattr(two_actors.pools, "_context", two_actors.supervisor._context)
     return handles
 

@@ -1,0 +1,164 @@
+"""Helpers: processes that make a run better, which it neither waits for nor ends with.
+
+Scorers        the workers of pools of role "scorer", which score ahead of the learner
+RankerService  the ranker, which foretells how long answers to new prompts are, where that decides who gets them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.imports import uncollected
+from common.run import RunContext
+from launch.checks import Plan
+from launch.config import Config
+from launch.pools import WorkerPool, actor_pools, scorer_pools
+from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacedProcess, here, place_of, spawn
+from launch.processes.role_process import Notify, Restarts, Role, done, outcome
+
+if TYPE_CHECKING:
+    from actors.config import ActorSections
+    from learner.config import LearnerSections
+
+_NICE = 10
+"""The ranker takes what time the others leave."""
+
+
+class ScorerRole(Role):
+    """Hosts one scorer."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        with uncollected():
+            import learner.reference  # noqa: F401 -- for `run`
+
+    def run(self, context: RunContext[LearnerSections], number: int) -> None:
+        """Load the reference, and score until it is killed."""
+        from learner.reference import ReferenceScorer
+
+        ReferenceScorer(context, number).run()
+
+
+class RankerRole(Role):
+    """Hosts the ranker."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)
+        with uncollected():
+            import actors.ranking  # noqa: F401 -- for `run`
+
+    def run(self, context: RunContext[ActorSections]) -> None:
+        """Load the prompts, and tell the buffer what to expect of them until it is killed."""
+        from actors.ranking import Ranker
+
+        Ranker(context).run()
+
+
+class Helpers(ABC):
+    """Starts helpers where there is room, and again what died, up to launch.max_restarts times in a row.
+
+    A helper: waiting for resources -> working -> died -> waiting ..., or lost: it died too often, or found no host
+    """
+
+    def __init__(self, plan: Plan, notify: Notify, role: str, pools: Sequence[WorkerPool], without: str) -> None:
+        """Start nothing yet. `without` says for people what is so while a helper is not there."""
+        self._plan, self._notify = plan, notify
+        self._role, self._without = role, without
+        self._pools = {pool.name: pool for pool in pools}
+        self._context: RunContext[Config] | None = None
+        self.processes: list[PlacedProcess] = []
+
+    def start(self, context: RunContext[Config]) -> None:
+        """Ask for a place for each, and start what has one; returns at once."""
+        self._context = context
+        limit = self._plan.config.launch.max_restarts
+        workers = [pool for pool in self._pools.values() for _ in range(pool.count)]
+        for number, pool in enumerate(workers):
+            log, place = self._plan.folder.log(self._role, number), place_of(self._role, number, pool)
+            process = PlacedProcess(self._role, number, None, log, Restarts(limit), placement=place, pool=pool.name)
+            self.processes.append(process)
+        self.watch()
+
+    def watch(self) -> None:
+        """Start what has found a place, and again what died."""
+        for helper in self.processes:
+            if helper.lost:
+                continue
+            if helper.handle is None:
+                self._look_for_a_place(helper)
+            elif done(helper.running):
+                self._start_again(helper, outcome(helper.running) or "it ended")
+
+    def stop(self) -> None:
+        """End all; others do what they were at."""
+        for helper in self.processes:
+            helper.end()
+        self.processes = []
+
+    @abstractmethod
+    def _spawn(self, helper: PlacedProcess, context: RunContext[Config]) -> tuple[Any, Any]:
+        """Start its process in its place: the handle of it, and the pending call that is its work."""
+
+    def _look_for_a_place(self, helper: PlacedProcess) -> None:
+        assert self._context is not None, "start() comes first"
+        if helper.placement.is_placed:
+            helper.handle, call = self._spawn(helper, self._context)
+            helper.begin_work(call)
+        elif helper.placement.missing_s > PLACEMENT_S:
+            self._give_up(helper, helper.placement.shortage())
+
+    def _start_again(self, helper: PlacedProcess, why: str) -> None:
+        helper.kill()  # it may have failed without dying
+        if helper.restarts.are_spent:
+            self._give_up(helper, f"{why}; see {helper.log}")
+            return
+        self._notify("restart", f"{helper.name} died ({why}) and is started again; {self._without} meanwhile")
+        helper.forget()
+        helper.restarts.count()
+        self._look_for_a_place(helper)
+
+    def _give_up(self, helper: PlacedProcess, why: str) -> None:
+        helper.lose(f"given up: {why}")
+        self._notify("given_up", f"{helper.name} is given up, and {self._without} from now on: {why}")
+
+
+class Scorers(Helpers):
+    """The scorers of all pools; each holds a whole reference model, whatever the learner is split into."""
+
+    def __init__(self, plan: Plan, notify: Notify) -> None:
+        super().__init__(plan, notify, "scorer", scorer_pools(plan.config), "the learner scores itself")
+
+    def _spawn(self, helper: PlacedProcess, context: RunContext[Config]) -> tuple[Any, Any]:
+        config, num_gpus = context.config, self._pools[helper.pool].bundle.get("GPU", 0.0)
+        alone = config.model_copy(update={"learner": config.learner.alone(num_gpus)})
+        variables = {**(ON_GPU if num_gpus else {}), **self._plan.config.launch.env}
+        on, threads = helper.placement.reservation(0), config.learner.num_threads
+        handle = spawn(ScorerRole, helper.log, on=on, threads=threads, concurrency=4, variables=variables)
+        return handle, handle.run.remote(replace(context, config=alone), helper.number)
+
+
+class RankerService(Helpers):
+    """The ranker: one process beside the services, or none where lengths decide nothing."""
+
+    def __init__(self, plan: Plan, notify: Notify) -> None:
+        pools = [WorkerPool("", 1, {})] if is_ranked(plan.config) else []
+        super().__init__(plan, notify, "ranker", pools, "new prompts are all alike")
+
+    def _spawn(self, helper: PlacedProcess, context: RunContext[Config]) -> tuple[Any, Any]:
+        variables = self._plan.config.launch.env
+        handle = spawn(RankerRole, helper.log, on=here(), threads=1, concurrency=2, variables=variables)
+        return handle, handle.run.remote(context)
+
+
+def is_ranked(config: Config) -> bool:
+    """Are there actors that may be unlike in speed, or is the longest answer always first?"""
+    dispatch = config.buffer.dispatch
+    return dispatch == "longest_first" or (dispatch == "by_deadline" and len(actor_pools(config)) > 1)
