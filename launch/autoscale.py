@@ -3,19 +3,44 @@
 off      nothing
 advise   an event says what would make the run faster, or as fast with less
 on       the number of actors is changed, as `leeway scale` does, within launch.autoscale_most and free hosts
+
+How many actors a run should have now goes by two times:
+
+    T_gen(n)  seconds in which n actors would generate the samples that a step uses up, all slots full
+    T_train   seconds of a step and of what lies between two, where its batch is ready
+
+A step uses up what it trains for the first time, and what is set aside because its rewards are all equal: more than it
+trains where groups are set aside, less where samples are trained again. Both are means that forget (over `MEMORY`
+steps), that of lengths with its trend, a few steps ahead: lengths grow for hours, and whoever looks at a mean is always
+late. A pool grows where T_gen has been above T_train for a few steps, by what it lacks, and shrinks where one actor
+less would still be enough for many. In between lies a band in which nothing happens, so that noise moves nothing. After
+a change it looks away until the change shows. (StreamRL, arXiv 2504.15930, adjusts its generation stage by the same two
+times.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.costs import Moments, TokenTime
-from launch.config import Config
-from launch.observe.status import PoolStatus
-from planning.following import Advice, Following, PoolState, StepFacts
 
+if TYPE_CHECKING:  # who only simulates it need not wait for torch
+    from launch.config import Config
+    from launch.observe.status import PoolStatus
+
+MEMORY = 8
+AHEAD = 4
+"""Steps: about as long as it takes to be sure."""
+ABOVE, BELOW = 0.04, 0.12
+"""Shares of T_train by which T_gen may be above, and has to be below with an actor less, before anything is done."""
+PATIENCE_TO_GROW, PATIENCE_TO_SHRINK = 3, 20
+"""Steps in a row."""
+SETTLES = 6
+"""Steps after a change, from the moment that the actors are there, that say nothing yet."""
+USED = 0.85
+"""Share of the slots below which more of them would stay empty too."""
 MOST_ADVISED = 4
 """Times the actors that there are; advice looks no further."""
 FORGETS = 100
@@ -24,6 +49,162 @@ FORGETS = 100
 Row = Mapping[str, Any]
 Room = Callable[[str], int]
 """How many more actors of a pool have a place now."""
+
+
+# --- how many actors there should be ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """A pool of actors as it is."""
+
+    name: str
+    count: int
+    """Actors that work."""
+    wanted: int
+    """That it is to have."""
+    slots: int
+    """Of one actor."""
+    law: TokenTime
+    most: int
+    """Actors that it may grow to."""
+
+    def rate(self, tokens: float, prompt_tokens: float) -> float:
+        """Samples per second of one of its actors, its slots full of samples of so many tokens on average."""
+        step_s = self.law.seconds(self.slots, self.slots * (prompt_tokens + tokens / 2))
+        return 1.0 / (tokens * step_s / self.slots + self.law.per_prompt_token * prompt_tokens)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the last step says."""
+
+    tokens: float
+    """Of the completions that ended since the step before, mean."""
+    prompt_tokens: float
+    train_s: float
+    slots_used: float
+    """Mean share of all slots."""
+    samples: float
+    """That were used up since the step before."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would make the run faster, or as fast with less."""
+
+    kind: Literal["grow", "shrink", "bound", "full"]
+    """Of the last two: the staleness bound leaves slots empty, and every pool has as many actors as it may."""
+    text: str
+    pool: str = ""
+    """That is to change; empty where no number of actors helps."""
+    count: int = 0
+    """Actors that it should have."""
+
+
+class _Trend:
+    """Where a noisy figure is going: double exponential smoothing (R. G. Brown, 1963)."""
+
+    def __init__(self) -> None:
+        self._once = self._twice = 0.0
+
+    def see(self, figure: float, share: float) -> float:
+        """One more, which counts so much; returns what the figure will be `AHEAD` steps from now."""
+        if share >= 1.0:
+            self._once = self._twice = figure
+            return figure
+        self._once += share * (figure - self._once)
+        self._twice += share * (self._once - self._twice)
+        above = self._once - self._twice
+        return max(self._once / 2, self._once + above * (1.0 + AHEAD * share / (1.0 - share)))
+
+
+class Following:
+    """Looks at every step of a run; advises where it has been sure for long enough."""
+
+    def __init__(self) -> None:
+        """Of a run of which it has seen no step."""
+        self._lengths = _Trend()
+        self._samples = self._tokens = self._train_s = self._used = 0.0
+        self._num_seen = 0
+        self._above = self._below = 0
+        self._settling = 0
+
+    def look(self, pools: Sequence[PoolState], facts: StepFacts) -> Advice | None:
+        """A step has ended; None where nothing should change."""
+        self._remember(facts)
+        if any(pool.count != pool.wanted for pool in pools):
+            self._settling = SETTLES
+        if self._settling:
+            self._settling -= 1
+            self._above = self._below = 0
+            return None
+        if self._num_seen < PATIENCE_TO_GROW or not any(pool.count for pool in pools):
+            return None
+        gen_s = self._gen_s(pools, facts.prompt_tokens)
+        self._above = self._above + 1 if gen_s > (1.0 + ABOVE) * self._train_s else 0
+        less = self._with_one_less(pools, facts.prompt_tokens)
+        self._below = self._below + 1 if less is not None and less[0] < (1.0 - BELOW) * self._train_s else 0
+        if self._above >= PATIENCE_TO_GROW:
+            self._above = 0
+            return self._grow(pools, facts.prompt_tokens, gen_s)
+        if less is not None and self._below >= PATIENCE_TO_SHRINK:
+            self._below = 0
+            text = f"pool '{less[1].name}' is one more than training needs: one less would do"
+            return self._changed("shrink", less[1], less[1].count - 1, text)
+        return None
+
+    def _remember(self, facts: StepFacts) -> None:
+        self._num_seen += 1
+        new = 2.0 / (1.0 + min(self._num_seen, MEMORY))
+        self._tokens = self._lengths.see(facts.tokens, new)
+        self._train_s += new * (facts.train_s - self._train_s)
+        self._used += new * (facts.slots_used - self._used)
+        self._samples += new * (facts.samples - self._samples)
+
+    def _gen_s(self, pools: Sequence[PoolState], prompt_tokens: float) -> float:
+        rate = sum(pool.count * pool.rate(self._tokens, prompt_tokens) for pool in pools)
+        return self._samples / rate if rate else float("inf")
+
+    def _grow(self, pools: Sequence[PoolState], prompt_tokens: float, gen_s: float) -> Advice:
+        if self._used < USED:
+            return Advice(
+                "bound",
+                f"{1.0 - self._used:.0%} of the slots stay empty, for the staleness bound grants no more leases: a "
+                "larger weight_sync.max_lag would raise the rate, more actors would not",
+            )
+        there = [pool for pool in pools if pool.count < pool.most]
+        if not there:
+            took = f"the samples of a step take {gen_s:.1f} s, its training {self._train_s:.1f} s"
+            return Advice("full", f"{took}, and no pool may grow")
+        pool = max(there, key=lambda each: each.rate(self._tokens, prompt_tokens))
+        count = pool.count + 1
+        while count < pool.most and self._gen_s(_with(pools, pool, count), prompt_tokens) > self._train_s:
+            count += 1
+        after_s = max(self._gen_s(_with(pools, pool, count), prompt_tokens), self._train_s)
+        gain = gen_s / after_s - 1.0
+        more = count - pool.count
+        actors = "one more actor" if more == 1 else f"{more} more actors"
+        return self._changed("grow", pool, count, f"{actors} in pool '{pool.name}' would raise the rate by {gain:.0%}")
+
+    def _with_one_less(self, pools: Sequence[PoolState], prompt_tokens: float) -> tuple[float, PoolState] | None:
+        """T_gen without one actor of the slowest pool that has two, and which pool that is."""
+        of_two = [pool for pool in pools if pool.count > 1]
+        if not of_two:
+            return None
+        pool = min(of_two, key=lambda each: each.rate(self._tokens, prompt_tokens))
+        return self._gen_s(_with(pools, pool, pool.count - 1), prompt_tokens), pool
+
+    def _changed(self, kind: Literal["grow", "shrink"], pool: PoolState, count: int, text: str) -> Advice:
+        self._settling = SETTLES
+        return Advice(kind, text, pool.name, count)
+
+
+def _with(pools: Sequence[PoolState], pool: PoolState, count: int) -> list[PoolState]:
+    return [replace(each, count=count) if each is pool else each for each in pools]
+
+
+# --- of a run that lives ---------------------------------------------------------------------------
 
 
 class Autoscale:

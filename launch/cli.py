@@ -19,8 +19,7 @@ from typing import Any
 
 from common.imports import uncollected
 from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
-from launch.looking import report, status, top, trace
-from launch.verbs import Verb, arg, flag, of_run, verb
+from launch.looking import Verb, arg, flag, of_run, report, status, top, trace, verb
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner

@@ -26,9 +26,8 @@ from typing import Any
 from actors.kv_gate import KvGate, KvSample
 from common.staleness import PolicyVersion
 from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
-from planning.engine import TokenClock
 from planning.lengths import PromptStream
-from planning.world import EnginePool, Outcome, PromptSource, Scores, World
+from planning.world import EnginePool, Outcome, PromptSource, Scores, TokenClock, World
 
 _END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE, _POLL, _SCORED = range(9)
 _NEVER = 1 << 60

@@ -7,9 +7,8 @@ from typing import Any
 
 from common.staleness import PolicyVersion
 from planning import simulator
-from planning.engine import TokenClock
 from planning.simulator import Simulation
-from planning.world import EnginePool, Outcome, World
+from planning.world import EnginePool, Outcome, TokenClock, World
 
 
 class ScalingSimulation(Simulation):

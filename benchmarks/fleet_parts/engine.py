@@ -23,7 +23,7 @@ from buffer.trajectory import HANDED_ON, Prefix, VersionSpan
 from common.costs import Moments
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
-from planning.engine import TokenClock
+from planning.world import TokenClock
 from weight_sync.store import StagedVersion
 
 _LOGPROB = -1.0

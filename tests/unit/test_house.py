@@ -44,11 +44,8 @@ def test_no_package_of_ours_may_be_taken_for_one_in_the_folder_of_the_command(tm
 
 
 ALONE = {
-    "launch.autoscale": "what steps and pools say, apart from the processes that it has started",
     "buffer.partials": "what of a lease outlives it, apart from who has it",
-    "planning.engine": "the sleeping engines of benchmarks keep time by it too",
     "planning.bounds": "closed forms, which the simulator is held to",
-    "launch.report.foretold": "what a plan said beside what the run did, apart from how a page shows it",
     "launch.report.at_end": "the report's own process, so that it cannot hurt the run",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",
     "launch.processes.reaper": "a program of its own, which imports the standard library alone",

@@ -5,11 +5,10 @@ from random import Random
 import pytest
 
 from common.costs import Moments, TokenTime
-from launch.autoscale import FORGETS, MOST_ADVISED, Autoscale
+from launch.autoscale import FORGETS, MOST_ADVISED, Advice, Autoscale
 from launch.config import load_config
 from launch.observe.status import PoolStatus
 from launch.observe.totals import PoolEngines
-from planning.following import Advice
 from tests.unit.made_up_profile import DEMO
 
 LAW = TokenTime(4e-3, 6e-5)

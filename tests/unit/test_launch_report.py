@@ -21,8 +21,7 @@ from launch.observe.status import read_status, write_status
 from launch.report import at_end
 from launch.report.charts import GUIDES, curves, distributions
 from launch.report.data import MAX_BUCKETS, Metrics, RunData, Series, collect
-from launch.report.foretold import measured
-from launch.report.page import render
+from launch.report.page import measured, render
 from launch.report.samples import read_buffer
 from launch.report.svg import LEFT, LETTER, RIGHT, Curve, axis, line_chart, short
 from launch.run_folder import RunFolder

@@ -7,13 +7,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from launch.autoscale import Advice
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
 from launch.observe.history import History
 from launch.observe.status import Accuracy, PollResult, PoolStatus
 from launch.processes.role_process import RunFailed, WrongInput
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
-from planning.following import Advice
 from tests.unit.made_up_run import context, plan
 
 

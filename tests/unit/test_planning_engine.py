@@ -6,7 +6,7 @@ import random
 import pytest
 
 from common.costs import TokenTime
-from planning.engine import TokenClock
+from planning.world import TokenClock
 
 
 def ends(clock):

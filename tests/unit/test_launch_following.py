@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.autoscale_parts.simulation import ScalingSimulation
 from common.costs import TokenTime
-from planning.following import (
+from launch.autoscale import (
     ABOVE,
     BELOW,
     PATIENCE_TO_GROW,
