@@ -9,7 +9,8 @@ report      one page that shows a run, and a trace of it
 doctor      is this machine fit for a run?
 reward_check  tries reward functions before a run does
 profiling   what a run cost, from folders of runs; two short ones that are made for it
-planner     Planner: the best plan of a config on its hosts (`plans`: hosts, what a config would do, the patch)
+planner     Planner: the best plan of a config on its hosts (`plans`: hosts, what a run takes of them and would do,
+            the patch)
 
 config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides
 mistakes    what is wrong with a config, in one sentence that says what to type instead

@@ -207,7 +207,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
     from launch.config import load_config
     from launch.doctor.checkup import checkup
-    from launch.doctor.findings import show
+    from launch.doctor.machine import show
 
     if parsed.config is None and parsed.overrides:
         raise ConfigError("overrides are of a config; give it: leeway doctor CONFIG.toml ...")

@@ -16,10 +16,9 @@ import psutil
 from common.hf_folder import read_object
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
-from launch.doctor.machine import MachineNeeds
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import Gpu, check_gpus, gpus_here, shared, stage_need, too_full, too_small
-from launch.plans import Candidate, Host, Key, Keys, as_overrides, engines_like, world_of
+from launch.plans import Candidate, Host, Key, Keys, MachineNeeds, as_overrides, engines_like, world_of
 from launch.pools import actor_pools, scorer_pools, stage_pools
 from launch.profiling import shape_of
 from planning.bounds import bounds_of

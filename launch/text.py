@@ -14,6 +14,11 @@ MAX_TEXT = 65_536
 _TOKENIZER = "tokenizer.json"
 
 
+def gib(size_bytes: int) -> str:
+    """A size for people."""
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
 def number(value: float | None) -> str:
     """A figure; a dash where it does not apply."""
     if value is None:

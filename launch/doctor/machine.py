@@ -1,4 +1,9 @@
-"""What a run takes of this machine, what the machine has, and which processes dead runs left on it."""
+"""What this machine has, beside what a run takes of it, and which processes dead runs left on it.
+
+Finding  what one check has found
+examine  all checks side by side, each with its limit of time
+show     the table
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,13 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal
 
 import psutil
 
@@ -22,42 +28,21 @@ from actors.sandbox import HINT
 from actors.tasks import TaskError
 from actors.tasks.config import CodeRule
 from actors.tasks.rules import check_code
-from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
+from common.threads import DaemonThreads
 from launch.config import Config
-from launch.doctor.findings import Finding, ok, problem, warning
 from launch.errors import ConfigError
 from launch.gpus import GIB, MIN_DRIVER, Gpu, gpu_processes, gpus_here, stage_need, too_small, unfit
 from launch.host import OBJECT_STORE_BYTES, role_processes
 from launch.observe.status import why_nobody_works
-from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
+from launch.plans import MachineNeeds, Need, weights_of_engines
+from launch.pools import actor_pools
 from launch.run_folder import RunFolder, check_writable, nearest_existing
+from launch.text import gib
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
-ENGINE_BYTES = int(1.3 * GIB)
-"""A vLLM engine and its actor without a model, on CPU; taken for one on a GPU as well."""
-STAGE_BYTES = int(0.5 * GIB)
-"""A stage without a model: torch and Transformers loaded."""
-REST_BYTES = int(1.1 * GIB)
-"""Ray, the services and the command."""
-TRAINED_BYTES = 16
-"""Per parameter: float32 weight, gradient and two moments."""
-REFERENCE_BYTES = 4
-"""Per parameter of the frozen reference."""
-CHECKPOINT_BYTES = 12
-"""Per parameter: weight and two moments, in a checkpoint and in the host copy that it is written from."""
-HOST_COPIES = 3
-"""Of the weights that are published, in each dtype: two, and a third where deltas are made."""
-TOKEN_BYTES = 12
-"""Of a stored token: id, log-probability, reference log-probability."""
-SAMPLE_BYTES = 1536
-"""Of a stored sample besides, with its place in the indexes."""
-BROADCAST_BYTES = 160 * 2**20
-"""What vLLM sends to the workers of an engine of several GPUs: ten messages of its largest."""
-ANSWERS_BYTES = 240 * 2**20
-"""The same from each of them."""
-NCCL_BYTES = 64 * 2**20
-"""Of a rank among others on its host, where GPUs do not reach each other directly."""
+State = Literal["ok", "warning", "problem"]
+LIMIT_S = 28.0
+"""Of all checks together, where none is known to take longer."""
+_STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 OPEN_FILES = 4096
 """Ray, the services and the engines of a small run take a few hundred; a large one has thousands of connections."""
 IDLE_BYTES = GIB
@@ -81,130 +66,72 @@ _RISKS = {
 }
 
 
-class Need(NamedTuple):
-    """Room that a run takes."""
-
-    size_bytes: int
-    parts: str
-    """What it is made of, in words."""
-
-    @classmethod
-    def of(cls, parts: Mapping[str, int]) -> Need:
-        """Bytes of each part, by its name."""
-        return cls(sum(parts.values()), ", ".join(f"{name} {_gib(size)}" for name, size in parts.items()))
+# --- what a check finds ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class MachineNeeds:
-    """Rough figures, on the safe side, but that activations are not in them."""
+class Finding:
+    """One line of the table."""
 
-    disk: Need
-    memory: Need
-    """On this machine, where it is the only one."""
-    staging_bytes: int
-    """In /dev/shm, for weights that came over the network."""
-    queues_bytes: int = 0
-    """In /dev/shm, between the processes of an engine of several GPUs, and between stages on GPUs; nowhere else."""
-
-    @classmethod
-    def of(cls, config: Config) -> MachineNeeds | None:
-        """None where the model is not here yet, so that its size is not known."""
-        sizes = _sizes(Path(config.model.path)) if config.model.path is not None else {}
-        if not sizes:
-            return None
-        num_parameters, num_served = sum(sizes.values()), _num_served(sizes)
-        learner = config.learner
-        num_trained = 2 if config.algorithm.needs.critic == "model" else 1
-        served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
-        engines = [(pool, pool.count * pool.config.tensor_parallel_size) for pool in actor_pools(config)]
-        on_cpu = sum(
-            num * (pool.config.kv_cache_bytes_on_cpu + _BYTES[pool.config.dtype] * num_served)
-            for pool, num in engines
-            if not pool.config.gpus
-        )
-        num_stages = learner.num_stages * learner.num_replicas
-        stages = num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + _in_stages(config, num_trained) * num_served
-        stages += _frozen_bytes(config, num_served)
-        disk = {
-            "buffer": _buffer_bytes(config),
-            "checkpoints": (learner.keep_checkpoints + 1) * CHECKPOINT_BYTES * num_trained * num_parameters,
-            "weights": (config.weight_sync.keep_versions + 1) * sum(served) + 4 * num_parameters,
-        }
-        memory = {
-            f"{sum(pool.count for pool, _ in engines)} engines": on_cpu + ENGINE_BYTES * sum(num for _, num in engines),
-            f"{num_stages} stages": stages,
-            **_of_scorers(config, num_served),
-            "the rest": REST_BYTES,
-        }
-        staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
-        return cls(Need.of(disk), Need.of(memory), staging_bytes, _queues_bytes(config))
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+    """What to do; '' where it is in order."""
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Parameters of each tensor of a model; empty where it is not here."""
-    return {name: prod(tensor.shape) for name, tensor in tensors_in(folder).items()}
+Check = Callable[[], Sequence[Finding]]
 
 
-def _num_served(sizes: Mapping[str, int]) -> int:
-    """Parameters, with a head that is the embedding: it is served, and held by the first and the last stage, apart."""
-    return sum(sizes.values()) + sum(
-        size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes
-    )
+def ok(name: str, found: str) -> list[Finding]:
+    """It is as it should be."""
+    return [Finding(name, "ok", found)]
 
 
-def _in_stages(config: Config, num_trained: int) -> int:
-    """Bytes of host memory per parameter that all stages hold together, without what they publish."""
-    return config.learner.num_replicas * num_trained * (CHECKPOINT_BYTES + TRAINED_BYTES * _trains_on_cpu(config))
+def warning(name: str, found: str, remedy: str) -> list[Finding]:
+    """A run may go well, or be slow, or lose something."""
+    return [Finding(name, "warning", found, remedy)]
 
 
-def _trains_on_cpu(config: Config) -> bool:
-    learner = config.learner
-    pools = [pool.gpus for pool in config.pools.values() if pool.role == "learner" and pool.gpus is not None]
-    return learner.device == "cpu" or (learner.device == "auto" and not max([learner.gpus, *pools]))
+def problem(name: str, found: str, remedy: str) -> list[Finding]:
+    """A run would fail."""
+    return [Finding(name, "problem", found, remedy)]
 
 
-def _frozen_bytes(config: Config, num_served: int) -> int:
-    """Host memory that all stages hold together of the models that score; without any of its own it is the model."""
-    kept_in = ("cpu", "none") if _trains_on_cpu(config) else ("cpu",)
-    if not config.algorithm.needs.reference or config.learner.reference_offload not in kept_in:
-        return 0
-    return config.learner.num_replicas * REFERENCE_BYTES * _num_frozen(config, num_served)
+def examine(checks: Sequence[tuple[str, Check]], limit_s: float = LIMIT_S) -> Iterator[Finding]:
+    """Run all named checks at once, and yield what they find, in their order.
+
+    One that raises, or is not done within `limit_s` of all together, is a problem of its name.
+    """
+    threads = DaemonThreads("doctor", max(1, len(checks)))
+    deadline = time.monotonic() + limit_s
+    for name, future in [(name, threads.submit(check)) for name, check in checks]:
+        try:
+            yield from future.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeout:
+            hangs = "something that it looks at hangs, such as a network file system or a broken GPU driver"
+            yield from problem(name, f"no answer within {limit_s:g} s", hangs)
+        except Exception as error:  # a check that is at a loss says so, and the others go on
+            text = str(error).splitlines()[0] if str(error) else "no reason given"
+            yield from problem(name, f"could not be looked at: {type(error).__name__}: {text}", "see to that first")
 
 
-def _num_frozen(config: Config, num_served: int) -> int:
-    """Parameters of the models that score."""
-    return sum([_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served])
+def show(findings: Sequence[Finding]) -> None:
+    """Print them as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _of_scorers(config: Config, num_served: int) -> dict[str, int]:
-    """Bytes of host memory that scorers hold, where there are some: each has the whole of what scores."""
-    if not (pools := scorer_pools(config)):
-        return {}
-    on_cpu = REFERENCE_BYTES * _num_frozen(config, num_served)
-    held = sum(pool.count * (STAGE_BYTES + (0 if pool.bundle.get("GPU") else on_cpu)) for pool in pools)
-    return {f"{sum(pool.count for pool in pools)} scorers": held}
-
-
-def _queues_bytes(config: Config) -> int:
-    """At most, where all of them are on this machine."""
-    split = [pool for pool in actor_pools(config) if pool.config.tensor_parallel_size > 1]
-    queues = sum(pool.count * (BROADCAST_BYTES + pool.config.tensor_parallel_size * ANSWERS_BYTES) for pool in split)
-    num_ranks = sum(pool.count for pool in stage_pools(config) if pool.bundle.get("GPU"))
-    return queues + (num_ranks * NCCL_BYTES if num_ranks > 1 else 0)
-
-
-def _buffer_bytes(config: Config) -> int:
-    """At most: all samples of the run, as long as they may be, or what the buffer may hold."""
-    learner, buffer = config.learner, config.buffer
-    largest = buffer.largest_group(config.actors.group_size)
-    num_samples = learner.num_steps * learner.groups_per_step * largest
-    longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES
-    most = min(num_samples * 5 // 4, buffer.capacity_trajectories) * longest
-    return min(most, int(buffer.capacity_gib * GIB)) if buffer.capacity_gib else most
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"
+    table = Table("check", "", pad_edge=False, box=None)
+    table.add_column("found, and what to do", overflow="fold")
+    for finding in findings:
+        what = Text(finding.found)
+        if finding.remedy:
+            what.append(f"\n-> {finding.remedy}", style="bold")
+        table.add_row(Text(finding.name, no_wrap=True), Text(finding.state, _STYLE[finding.state], no_wrap=True), what)
+    Console(highlight=False, markup=False).print(table)
+    counts = Counter(finding.state for finding in findings)
+    print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")
 
 
 # --- what the machine has -------------------------------------------------------------------------
@@ -218,7 +145,7 @@ def check_disk(runs: Path, needs: MachineNeeds | None) -> list[Finding]:
         return problem("runs", str(error), "give another place as --run.dir FOLDER")
     folder = nearest_existing(runs)
     free_bytes = shutil.disk_usage(folder).free
-    found = f"{_gib(free_bytes)} free in {folder}"
+    found = f"{gib(free_bytes)} free in {folder}"
     if needs is not None:
         remedy = "free some space, give another --run.dir, or lower buffer.capacity_gib or learner.keep_checkpoints"
         room = _compare("disk", free_bytes, found, needs.disk, remedy)
@@ -233,7 +160,7 @@ def check_disk(runs: Path, needs: MachineNeeds | None) -> list[Finding]:
 def check_memory(needs: MachineNeeds | None) -> list[Finding]:
     """Is there room for the engines and the stages?"""
     available = min(psutil.virtual_memory().available, _limit_of_container())
-    found = f"{_gib(available)} available"
+    found = f"{gib(available)} available"
     if needs is not None:
         remedy = "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or spread the run over hosts"
         return _compare("memory", available, found, needs.memory, remedy)
@@ -243,7 +170,7 @@ def check_memory(needs: MachineNeeds | None) -> list[Finding]:
 
 
 def _compare(name: str, has_bytes: int, has: str, need: Need, remedy: str) -> list[Finding]:
-    run = f"the run takes about {_gib(need.size_bytes)}: {need.parts}"
+    run = f"the run takes about {gib(need.size_bytes)}: {need.parts}"
     return problem(name, f"{has}, and {run}", remedy) if has_bytes < need.size_bytes else ok(name, f"{has}; {run}")
 
 
@@ -353,10 +280,10 @@ def _check_neighbours(gpus: Sequence[Gpu]) -> list[Finding]:
     found = []
     there = [each for each in gpu_processes() if each.pid not in mine]
     for gpu in gpus:
-        names = [f"{each.name} ({each.pid}, {_gib(each.used_bytes)})" for each in there if each.uuid == gpu.uuid]
+        names = [f"{each.name} ({each.pid}, {gib(each.used_bytes)})" for each in there if each.uuid == gpu.uuid]
         if names or gpu.used_bytes > IDLE_BYTES:
             who = ", ".join(names) or "processes that are not seen from here"
-            what = f"{gpu}: {_gib(gpu.used_bytes)} are taken by {who}"
+            what = f"{gpu}: {gib(gpu.used_bytes)} are taken by {who}"
             found += warning("GPU memory", what, "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
     return found
 
@@ -372,7 +299,7 @@ def _check_room(config: Config | None, gpus: Sequence[Gpu]) -> list[Finding]:
         small = too_small(config, need, gpus)
         remedy = "this is the most that it may take; change the config where the first steps end for want of memory"
         found += warning("GPU memory", small, remedy) if small else ok("GPU memory", need.describe())
-    weights = _weights_of_engines(config)
+    weights = weights_of_engines(config)
     for pool in actor_pools(config):
         smallest, kv_cache_gib = min(gpus, key=lambda gpu: gpu.total_bytes), pool.config.kv_cache_gib
         # one that has a GPU alone and was told its bytes takes no heed of a share
@@ -381,20 +308,12 @@ def _check_room(config: Config | None, gpus: Sequence[Gpu]) -> list[Finding]:
         if pool.name in weights and needed >= share * smallest.total_bytes:
             which = "without" if kv_cache_gib is None else "with"
             what = (
-                f"an engine of pool '{pool.name}' takes {_gib(needed)} {which} attention keys and values, and its "
+                f"an engine of pool '{pool.name}' takes {gib(needed)} {which} attention keys and values, and its "
                 f"share is {share:g} of {smallest}"
             )
             remedy = "raise actors.gpu_memory_share or actors.tensor_parallel_size, or lower actors.kv_cache_gib"
             found += problem("GPU memory", what, remedy)
     return found or ok("GPU memory", ", ".join(map(str, gpus)))
-
-
-def _weights_of_engines(config: Config) -> dict[str, int]:
-    """Bytes on each GPU of an engine, by pool; of pools with GPUs, where the model is here."""
-    tensors = tensors_in(Path(config.model.path)) if config.model.path is not None else {}
-    num = _num_served({name: prod(tensor.shape) for name, tensor in tensors.items()})
-    with_gpus = [pool for pool in actor_pools(config) if pool.config.gpus] if num else []
-    return {pool.name: _BYTES[pool.config.dtype] * num // pool.config.tensor_parallel_size for pool in with_gpus}
 
 
 # --- what dead runs left --------------------------------------------------------------------------

@@ -16,17 +16,18 @@ import pytest
 
 from actors.tasks import TaskError
 from common.hf_folder import StoredTensor, pack_header
+from launch import plans
 from launch.cli import main
 from launch.config import load_config
 from launch.doctor import checkup as checks
 from launch.doctor import machine
 from launch.doctor.checkup import checkup
-from launch.doctor.findings import Finding, examine, ok
-from launch.doctor.machine import MachineNeeds, Need
+from launch.doctor.machine import Finding, examine, ok
 from launch.errors import ExitStatus
 from launch.gpus import Gpu, GpuProcess
 from launch.host import CONNECT_S
 from launch.observe.status import STALE_S, Ended, read_status, why_nobody_works, write_status
+from launch.plans import MachineNeeds, Need
 from launch.run_folder import RunFolder, claimed
 from tests.unit.test_launch_top import RECORDED
 
@@ -219,7 +220,7 @@ def test_what_the_demo_needs_is_of_the_right_order():
     split = MachineNeeds.of(load_config(DEMO, ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]))
     assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "processes on GPUs take host memory too"
     scored = MachineNeeds.of(load_config(DEMO, ["--pools.score.role", "scorer", "--pools.score.count", "2"]))
-    assert scored.memory.size_bytes > needs.memory.size_bytes + 2 * machine.STAGE_BYTES
+    assert scored.memory.size_bytes > needs.memory.size_bytes + 2 * plans.STAGE_BYTES
     assert "2 scorers 1.0 GiB" in scored.memory.parts
 
 
@@ -347,10 +348,10 @@ def test_what_a_run_takes_of_gpus_is_held_against_them(gpus, overrides, card, st
 
 def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkeypatch, tmp_path):
     assert MachineNeeds.of(load_config(DEMO)).queues_bytes == 0
-    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * machine.NCCL_BYTES
+    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * plans.NCCL_BYTES
     split = ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]
     needs = MachineNeeds.of(load_config(DEMO, split))
-    assert needs.queues_bytes == 2 * (machine.BROADCAST_BYTES + 2 * machine.ANSWERS_BYTES)
+    assert needs.queues_bytes == 2 * (plans.BROADCAST_BYTES + 2 * plans.ANSWERS_BYTES)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
     found = only(machine.check_shm(needs, tmp_path))
     assert (found.state, "64 MiB free" in found.found, "--ipc=host" in found.remedy) == ("problem", True, True)

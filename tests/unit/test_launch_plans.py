@@ -16,11 +16,10 @@ from launch import planner as planning
 from launch import plans, profiling
 from launch.cli import main
 from launch.config import load_config
-from launch.doctor.machine import MachineNeeds
 from launch.errors import ConfigError
 from launch.gpus import Gpu, lacking_here
 from launch.planner import Planner
-from launch.plans import Host, read_hosts, read_plan, world_of
+from launch.plans import Host, MachineNeeds, read_hosts, read_plan, world_of
 from launch.pools import actor_pools
 from launch.profiling import _score_costs
 from launch.run_folder import RunFolder
