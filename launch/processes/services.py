@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import ray
 
@@ -39,8 +39,10 @@ from launch.processes.role_process import (
 
 if TYPE_CHECKING:  # the process of a service, which imports this for its role, loads nothing that computes
     from buffer.config import BufferConfig
+    from buffer.service import BufferService
     from launch.checks import Plan
     from weight_sync.config import WeightSyncConfig
+    from weight_sync.service import WeightService
 
 R = TypeVar("R")
 
@@ -60,26 +62,29 @@ def interface(host: str | None, keys: ServiceKeys | None, *, is_cluster: bool) -
     return host
 
 
-class _Service(Protocol):
-    """What serves at an address."""
-
-    def bind(self) -> str: ...
-
-    def serve(self, stop: threading.Event) -> None: ...
-
-
 class _ServiceRole(Role):
-    """Hosts a service."""
+    """Hosts a service, which serves at the address that the run gives it."""
 
-    _service: _Service
+    _make: ClassVar[Callable[..., Any]]
+    """From its config, the facts or the id of the run, a folder and keys; it is imported in its own process alone."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(
+        self,
+        log: Path,
+        config: BufferConfig | WeightSyncConfig,
+        run: RunFacts | str,
+        folder: Path,
+        keys: ServiceKeys | None,
+        is_cluster: bool,
+    ) -> None:
         super().__init__(log)
         self._stop = threading.Event()
+        host = interface(config.host, keys, is_cluster=is_cluster)
+        self._service = self._make(config.model_copy(update={"host": host}), run, folder, keys)
 
     def bind(self) -> str:
         """Open the store and the socket; returns the address."""
-        return self._service.bind()
+        return str(self._service.bind())
 
     def serve(self) -> None:
         """Serve until `stop`."""
@@ -93,40 +98,22 @@ class _ServiceRole(Role):
 class BufferRole(_ServiceRole):
     """Hosts the buffer service."""
 
-    def __init__(
-        self,
-        log: Path,
-        config: BufferConfig,
-        facts: RunFacts,
-        folder: Path,
-        keys: ServiceKeys | None,
-        is_cluster: bool,
-    ) -> None:
-        super().__init__(log)
+    @staticmethod
+    def _make(config: BufferConfig, facts: RunFacts, folder: Path, keys: ServiceKeys | None) -> BufferService:
         from buffer.service import BufferService, keep_memory
 
         keep_memory()
-        host = interface(config.host, keys, is_cluster=is_cluster)
-        self._service = BufferService(config.model_copy(update={"host": host}), facts, folder, keys=keys)
+        return BufferService(config, facts, folder, keys=keys)
 
 
 class WeightsRole(_ServiceRole):
     """Hosts the weight service. It moves bytes, and loads nothing that computes."""
 
-    def __init__(
-        self,
-        log: Path,
-        config: WeightSyncConfig,
-        run_id: str,
-        folder: Path,
-        keys: ServiceKeys | None,
-        is_cluster: bool,
-    ) -> None:
-        super().__init__(log)
+    @staticmethod
+    def _make(config: WeightSyncConfig, run_id: str, folder: Path, keys: ServiceKeys | None) -> WeightService:
         from weight_sync.service import WeightService
 
-        host = interface(config.host, keys, is_cluster=is_cluster)
-        self._service = WeightService(config.model_copy(update={"host": host}), run_id, folder, keys=keys)
+        return WeightService(config, run_id, folder, keys=keys)
 
 
 class Services(ABC):
