@@ -136,10 +136,7 @@ class PoolConfig(_Section):
         return self
 
 
-ENGINE_KEYS = frozenset(
-    {"dtype", "max_running_samples", "kv_cache_gib", "gpu_memory_share", "tensor_parallel_size", "num_threads"}
-    | {"engine_args"}
-)
+ENGINE_KEYS = PoolConfig.model_fields.keys() - {"role", "count", "resource", "cpus", "gpus"}
 """Of a pool of actors alone."""
 POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
 """Keys of `[actors]` that a pool may have of its own, the first two also of `[learner]`."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.files import write_whole
+
 _LOOK_S = 0.1
 _MAX_BYTES = 4096
 
@@ -87,7 +89,4 @@ class Control:
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """The file appears whole or not at all."""
-    unfinished = path.with_suffix(f"{path.suffix}.part")
-    unfinished.write_text(json.dumps(document), encoding="utf-8")
-    unfinished.rename(path)
+    write_whole(path, [json.dumps(document).encode()])

@@ -89,12 +89,7 @@ def stage_pools(config: Config) -> list[WorkerPool]:
     if not sections:
         return [WorkerPool("learner", num_ranks, _bundle(learner.cpus, learner.gpus))]
     left = num_ranks - sum(section.count or 0 for section in sections.values())
-    pools = []
-    for name, section in sections.items():
-        count = section.count or left
-        cpus = learner.cpus if section.cpus is None else section.cpus
-        gpus = learner.gpus if section.gpus is None else section.gpus
-        pools.append(WorkerPool(name, count, _bundle(cpus, gpus, resource_of(name, section))))
+    pools = [_as_stages(config, name, section.count or left) for name, section in sections.items()]
     total = sum(pool.count for pool in pools)
     if total != num_ranks or any(pool.count < 1 for pool in pools):
         held = ", ".join(f"{pool.name} {pool.count}" for pool in pools)
@@ -107,13 +102,8 @@ def stage_pools(config: Config) -> list[WorkerPool]:
 
 def scorer_pools(config: Config) -> list[WorkerPool]:
     """The pools of scorers; none unless the config says so."""
-    pools = []
-    for name, section in config.pools.items():
-        if section.role == "scorer":
-            cpus = config.learner.cpus if section.cpus is None else section.cpus
-            gpus = config.learner.gpus if section.gpus is None else section.gpus
-            pools.append(WorkerPool(name, section.count or 1, _bundle(cpus, gpus, resource_of(name, section))))
-    return pools
+    sections = {name: section for name, section in config.pools.items() if section.role == "scorer"}
+    return [_as_stages(config, name, section.count or 1) for name, section in sections.items()]
 
 
 def resource_of(name: str, section: PoolConfig) -> str:
@@ -126,6 +116,14 @@ def resources_of(config: Config) -> Iterator[str]:
     for name, section in config.pools.items():
         if resource := resource_of(name, section):
             yield resource
+
+
+def _as_stages(config: Config, name: str, count: int) -> WorkerPool:
+    """A pool of so many whose workers reserve what stages do, unless it says otherwise."""
+    section, learner = config.pools[name], config.learner
+    cpus = learner.cpus if section.cpus is None else section.cpus
+    gpus = learner.gpus if section.gpus is None else section.gpus
+    return WorkerPool(name, count, _bundle(cpus, gpus, resource_of(name, section)))
 
 
 def _bundle(cpus: float, gpus: float, resource: str = "") -> Bundle:

@@ -35,6 +35,8 @@ ENDING_S = 10.0
 """What their end takes beside the goodbyes; a Ray that has not ended them by then is given up."""
 LOCAL_PLACEMENT_S = 15.0
 """How long a worker waits for resources of this machine alone; what the machine does not have is not waited for."""
+PATIENCE_S = 0.2
+"""How long an answer is waited for; one that comes later is taken at the next poll."""
 
 
 class Supervisor:
@@ -121,7 +123,7 @@ class Supervisor:
 
     # --- watch ------------------------------------------------------------------------------------
 
-    def poll(self, patience_s: float = 0.2) -> PollResult:
+    def poll(self, patience_s: float = PATIENCE_S) -> PollResult:
         """Ask every role for news and restart what died; an answer that comes later is taken at the next poll.
 
         Raises:
@@ -143,11 +145,11 @@ class Supervisor:
         self._tell_of_nonsense(news.status)
         return news
 
-    def hear_actors(self, patience_s: float = 0.2) -> PollResult:
+    def hear_actors(self) -> PollResult:
         """What those say that are ready, while they evaluate before or after training; begins and restarts nothing."""
         ready = self.actors.ready()
         names = frozenset(actor_name(actor.number) for actor in ready)
-        return PollResult(actors=self._reports(ready, patience_s), working=names, processes=self.processes())
+        return PollResult(actors=self._reports(ready, PATIENCE_S), working=names, processes=self.processes())
 
     def _reports(self, actors: Sequence[ActorProcess], patience_s: float) -> list[ActorReport]:
         reports = []
