@@ -72,9 +72,7 @@ class Resumption(NamedTuple):
 
     def describe(self) -> str:
         """A sentence for `--dry-run`."""
-        start = f"the checkpoint of step {self.step}" if self.step else "the model, for there is no checkpoint"
-        changed = f"; changed: {self.history.changes}" if self.history.changes else ""
-        return f"The run would go on from {start}{changed}."
+        return f"The run would go on from {self.history.start(self.step)}."
 
 
 def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None]) -> Resumption:

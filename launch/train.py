@@ -11,9 +11,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import subprocess
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from launch.checks import Plan, check_fetched
 from launch.config import Config
 from launch.control import Control
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
-from launch.host import configure_logging, private_files
+from launch.host import configure_logging, ourselves, private_files
 from launch.model_folder import fetch_model
 from launch.observe.display import Display
 from launch.observe.history import History
@@ -48,13 +49,14 @@ from launch.processes.evaluation import Evaluation
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from launch.processes.supervisor import Supervisor
-from launch.report.at_end import report_at_end
-from launch.run_folder import RunIdentity, claimed, claimed_weights
+from launch.run_folder import RunFolder, RunIdentity, claimed, claimed_weights
 from learner.checkpoint_meta import newest_progress
 
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
 EVALUATION_POLL_S = 0.1
+REPORT_S = 60.0
+"""A page that takes longer is given up."""
 _NOT_WRITTEN = FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """What a disk says that is full, broken, or not ours to write."""
 
@@ -228,6 +230,31 @@ def _follow(
         return ExitStatus.INTERRUPTED
 
 
+def report_at_end(folder: RunFolder, event: Callable[[str, str], None], say: Callable[[str], None]) -> None:
+    """Write the page of a run that is over, and say where it is; why there is none is an event too. Never raises.
+
+    In a process of its own, so that nothing about it can hurt the run: a damaged buffer that kills its reader, a page
+    that takes too long or too much memory.
+    """
+    command = ourselves("report", str(folder.root), "--out", str(folder.report))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_S, check=False)
+        said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
+        why = said[-1].removeprefix("leeway: ") if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"it was not written within {REPORT_S:g} s"
+    except OSError as error:
+        why = f"its process does not start: {error}"
+    except KeyboardInterrupt:
+        why = "interrupted"
+    if not why:
+        say(f"report: {folder.report}")
+        return
+    text = f"no report: {why}; `leeway report {folder.root}` tries again"
+    event("report", text)
+    say(text)
+
+
 @dataclass
 class _Run:
     """One run, from version 0 to the summary."""
@@ -290,9 +317,7 @@ class _Run:
         self._observer.take_up(earlier.rows, step, version)
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
-        start = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"
-        changes = f"; changed: {earlier.changes}" if earlier.changes else ""
-        self.sinks.event("resumed", f"the run goes on from {start}{changes}")
+        self.sinks.event("resumed", f"the run goes on from {earlier.start(step)}")
 
     @property
     def _has_actors(self) -> bool:

@@ -18,7 +18,8 @@ from buffer.lengths import bucket_of
 from buffer.prompt_laws import ByChance
 from buffer.samplers import build
 from buffer.tables import Group
-from planning.world import EnginePool, PromptSource, World
+from planning.lengths import PromptStream
+from planning.world import EnginePool, World
 
 _UNREWARDED = Group.new(0, 0, 2)
 """What a sampler by rewards sees: none is known."""
@@ -189,7 +190,7 @@ class SimulatedBuffer:
 class SimulatedPrompts:
     """The prompts of a simulated run."""
 
-    def __init__(self, world: World, stream: PromptSource, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(self, world: World, stream: PromptStream, seed: int, clock: Callable[[], float]) -> None:
         """In the order of a stream or by chance, and nothing is known of their lengths, nor ever of their rewards."""
         self._world, self._stream = world, stream
         self._law = None if world.buffer.prompt_law == "epoch" else ByChance(np.arange(world.num_prompts), seed)

@@ -14,8 +14,9 @@ MANY_SAMPLES = 30_000
 """Samples that a prediction simulates in all: less than a second."""
 LEAST_STEPS = 12
 """That count, of each seed."""
-_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""Student's t, 95 %, by the number of seeds."""
+NUM_SEEDS = 3
+_T = 4.30
+"""Student's t, 95 %, of so many."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +36,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     drop_share: float
     lag_mean: float
     """Of the oldest tokens of trained groups."""
-    kv_peak: float
-    """Tokens."""
     binds: str
     price_per_1000: float | None = None
     """Of a thousand trained samples; None without prices."""
@@ -47,15 +46,15 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.samples_per_s:.1f} samples/s ({self.low:.1f} to {self.high:.1f}), {self.binds} binds{price}"
 
 
-def predict(world: World, *, num_seeds: int = 3, samples: int = MANY_SAMPLES) -> Prediction:
+def predict(world: World, *, samples: int = MANY_SAMPLES) -> Prediction:
     """Simulate a world under several seeds, as many steps as so many samples are."""
     contract = world.contract
     per_step = contract.groups_per_step * world.group_size
-    steps = max(LEAST_STEPS, samples // (num_seeds * per_step))
+    steps = max(LEAST_STEPS, samples // (NUM_SEEDS * per_step))
     warm_up = max(4, contract.capacity() // contract.groups_per_step * 2)
-    found = [Simulation(world, seed).run(steps + warm_up, warm_up) for seed in range(num_seeds)]
+    found = [Simulation(world, seed).run(steps + warm_up, warm_up) for seed in range(NUM_SEEDS)]
     rates = [each.samples_per_s for each in found]
-    reach = _T.get(num_seeds, 2.0) * stdev(rates) / num_seeds**0.5 if num_seeds > 1 else 0.0
+    reach = _T * stdev(rates) / NUM_SEEDS**0.5
     rate = fmean(rates)
     return Prediction(
         samples_per_s=rate,
@@ -67,7 +66,6 @@ def predict(world: World, *, num_seeds: int = 3, samples: int = MANY_SAMPLES) ->
         slots_used=fmean(each.slots_used for each in found),
         drop_share=fmean(each.drop_share for each in found),
         lag_mean=fmean(each.lag_mean for each in found),
-        kv_peak=max(each.kv_peak for each in found),
         binds=Counter(each.binds for each in found).most_common(1)[0][0],
         price_per_1000=fmean(each.price_per_1000 for each in found) if found[0].price else None,
     )

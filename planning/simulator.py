@@ -27,7 +27,7 @@ from actors.kv_gate import KvGate, KvSample
 from common.staleness import PolicyVersion
 from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
 from planning.lengths import PromptStream
-from planning.world import EnginePool, Outcome, PromptSource, Scores, TokenClock, World
+from planning.world import EnginePool, Outcome, Scores, TokenClock, World
 
 _END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE, _POLL, _SCORED = range(9)
 _NEVER = 1 << 60
@@ -71,7 +71,6 @@ class Simulation:
         """All engines are empty, and version 0 is published."""
         self._world, self._costs, self._contract = world, world.costs, world.contract
         self._random = Random(seed)
-        stream: PromptSource
         if world.prompts is not None:
             stream = world.prompts(seed)
         else:
@@ -406,7 +405,6 @@ class Simulation:
         for engine in self._engines:
             self._advance(engine)
             engine.slot_s = 0.0
-            engine.clock.kv_peak = engine.clock.kv_tokens
             engine.closed_since_s = None if engine.closed_since_s is None else self.now_s
             engine.behind_since_s = None if engine.behind_since_s is None else self.now_s
 
@@ -431,5 +429,4 @@ class Simulation:
         }
         found.closed /= seconds * len(engines)
         found.behind /= seconds * len(engines)
-        found.kv_peak = max(engine.clock.kv_peak for engine in engines)
         return found

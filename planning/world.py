@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf, sqrt
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from actors.config import ActorsConfig
 from actors.kv_gate import KvCache, KvGate
 from buffer.config import BufferConfig
 from common.costs import TokenTime
 from common.staleness import StalenessContract
-from planning.lengths import LengthLaw
+from planning.lengths import LengthLaw, PromptStream
 
 K = TypeVar("K")
 Bound = Literal["training", "generation", "staleness", "weights"]
@@ -28,16 +28,6 @@ _BLOCK_TOKENS = 16
 """Of a simulated cache; samples of a prompt have nothing in common there."""
 _FULL = 0.95
 """So much of its time at work, and it is what the others wait for."""
-
-
-class PromptSource(Protocol):
-    """Which prompt comes next, and how long its samples will be."""
-
-    def next(self) -> int:
-        """The next one of the data's order."""
-
-    def lengths(self, prompt: int) -> list[float]:
-        """Tokens of each sample of the group of a prompt that is leased now."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class TokenClock(Generic[K]):
     """
 
     __slots__ = (
-        "_a", "_context", "_ends", "_f", "_k", "_s", "_seq", "_stall_s", "kv_peak", "made", "now_s", "num_running",
+        "_a", "_context", "_ends", "_f", "_k", "_s", "_seq", "_stall_s", "made", "now_s", "num_running",
     )  # fmt: skip
 
     def __init__(self, law: TokenTime, now_s: float = 0.0) -> None:
@@ -88,8 +78,6 @@ class TokenClock(Generic[K]):
         self._ends: list[tuple[float, int, float, K]] = []
         """(value of `made` at which it ends, number, its part of `_context`, key), a heap."""
         self._seq = 0
-        self.kv_peak = 0.0
-        """The most tokens of contexts that were there at once."""
 
     @property
     def kv_tokens(self) -> float:
@@ -133,9 +121,6 @@ class TokenClock(Generic[K]):
         """Take out the sample that ends first, which it does now."""
         made, _, part, key = heappop(self._ends)
         self.made = max(self.made, made)  # what rounding left of its last token
-        context = self._context + self.num_running * self.made
-        if context > self.kv_peak:
-            self.kv_peak = context
         self._context -= part
         self.num_running -= 1
         if not self.num_running:
@@ -207,7 +192,7 @@ class World:
     scores: Scores | None = None
     learner_price: float = 0.0
     """Of all its hosts, per hour."""
-    prompts: Callable[[int], PromptSource] | None = None
+    prompts: Callable[[int], PromptStream] | None = None
     """The prompts under a seed; None: as the law of lengths makes them."""
 
     @property
@@ -244,8 +229,6 @@ class Outcome:
     """Lag of the oldest token of a trained group -> groups."""
     residence_s: float = 0.0
     """From the lease of a group to the end of its step, added up over trained groups."""
-    kv_peak: float = 0.0
-    """The most tokens of contexts in one engine."""
     price: float = 0.0
     """Per hour, of everything."""
 

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from actors.sample import sample_seed
 from actors.tasks import load_encoded
 from benchmarks.fleet_parts.setting import score_of
 from buffer.prompt_laws import order_of
 from launch.config import Config
-from planning.lengths import LengthLaw
+from planning.lengths import LengthLaw, PromptStream
 
 
-class FleetPrompts:
-    """As `planning.world.PromptSource`."""
+class FleetPrompts(PromptStream):
+    """The stream, where the config and not a seed says what comes."""
 
     def __init__(self, config: Config, law: LengthLaw) -> None:
         """Of the task of a config."""
         task, _ = load_encoded(config.task, Path(config.model.path or ""), config.actors.max_prompt_tokens)
         tokens = [problem.token_ids for problem in task.train]
-        self._scores = [score_of(*ids) for ids in tokens]
-        self._law, self._seed, self._group_size = law, config.run.seed, config.actors.group_size
-        self.num_prompts = len(tokens)
+        super().__init__(law, len(tokens), config.actors.group_size, config.run.seed)
+        self._scores = np.array([score_of(*ids) for ids in tokens])
+        self._seed, self.num_prompts = config.run.seed, len(tokens)
         self.mean_prompt_tokens = sum(map(len, tokens)) / len(tokens)
         self._cursor = self._group = 0
 
@@ -43,4 +45,4 @@ class FleetPrompts:
         """Tokens of each sample of the next group, which is of this prompt."""
         self._group += 1
         seeds = [sample_seed(self._seed, self._group, index, 1) for index in range(self._group_size)]
-        return self._law.lengths(self._scores[prompt], [score_of("sample", seed) for seed in seeds]).tolist()
+        return self._law.lengths(float(self._scores[prompt]), [score_of("sample", seed) for seed in seeds]).tolist()

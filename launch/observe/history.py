@@ -32,6 +32,11 @@ class History:
         """The last step in metrics.jsonl; a checkpoint may be older."""
         return max((int(row["step"]) for row in self.rows), default=0)
 
+    def start(self, step: int) -> str:
+        """Where the run goes on, and what was changed; `step` is that of its newest checkpoint, 0 where it has none."""
+        place = f"the checkpoint of step {step}" if step else "the model, for there is no checkpoint"
+        return f"{place}; changed: {self.changes}" if self.changes else place
+
     @classmethod
     def read(cls, folder: RunFolder, changes: str = "") -> History:
         """Read what is there, after `repair`.

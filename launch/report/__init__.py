@@ -7,5 +7,4 @@ timeline    the trace of the run as lanes, read and drawn
 samples     the buffer: distributions, and the samples worth looking at
 charts      which charts the page has (`svg`: how they are drawn)
 page        the page: headline figures, tables, a plan beside what the run did (page.html, page.css, page.js)
-at_end      the page at the end of a run, in a process of its own and in bounded time
 """

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from launch import train as training
 from launch.cli import main
 from launch.config import Config
 from launch.mistakes import models_of
 from launch.observe.metrics import METRICS
 from launch.observe.status import read_status, write_status
-from launch.report import at_end
 from launch.report.charts import GUIDES, curves, distributions
 from launch.report.data import MAX_BUCKETS, Metrics, RunData, Series, collect
 from launch.report.page import measured, render
@@ -101,7 +101,7 @@ def test_what_a_plan_said_stands_beside_what_the_run_did(tmp_path, whole):
     run = make_run(tmp_path / "sums")
     said = Prediction(
         samples_per_s=32.0, low=31.0, high=33.0, step_s=0.48, token_s=0.01, learner_busy=1.0,
-        slots_used=0.5, drop_share=0.0, lag_mean=1.0, kv_peak=0.0, binds="training",
+        slots_used=0.5, drop_share=0.0, lag_mean=1.0, binds="training",
     )  # fmt: skip
     run.prediction.write_bytes(msgspec.json.encode(said))
     text = words(render([collect(run)]))
@@ -473,7 +473,7 @@ def test_at_the_end_of_a_run_the_page_is_written_by_a_process_of_its_own(tmp_pat
     (tmp_path / "launch.py").write_text("raise SystemExit('this is not Leeway')")
     run = make_run(tmp_path / "sums")
     said, events = [], []
-    at_end.report_at_end(run, lambda *event: events.append(event), said.append)
+    training.report_at_end(run, lambda *event: events.append(event), said.append)
     assert (said, events) == ([f"report: {run.report}"], [])
     assert run.report.stat().st_size > 10_000
 
@@ -482,9 +482,9 @@ def test_at_the_end_of_a_run_the_page_is_written_by_a_process_of_its_own(tmp_pat
 def test_a_page_that_takes_too_long_costs_a_sentence_and_no_more(tmp_path, monkeypatch):
     run = make_run(tmp_path / "sums")
     said, events = [], []
-    monkeypatch.setattr(at_end, "LIMIT_S", 0.05)
+    monkeypatch.setattr(training, "REPORT_S", 0.05)
     began = time.monotonic()
-    at_end.report_at_end(run, lambda *event: events.append(event), said.append)
+    training.report_at_end(run, lambda *event: events.append(event), said.append)
     assert time.monotonic() - began < 60
     assert said[0].startswith("no report: it was not written within 0.05 s; `leeway report ")
     assert events == [("report", said[0])]
@@ -494,6 +494,6 @@ def test_a_page_that_takes_too_long_costs_a_sentence_and_no_more(tmp_path, monke
 def test_a_page_that_cannot_be_made_at_the_end_is_an_event_and_a_line(tmp_path):
     run = RunFolder(tmp_path / "nothing")
     said, events = [], []
-    at_end.report_at_end(run, lambda *event: events.append(event), said.append)
+    training.report_at_end(run, lambda *event: events.append(event), said.append)
     assert said[0].startswith("no report: no run is at ")
     assert events == [("report", said[0])]
