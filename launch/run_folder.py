@@ -106,7 +106,8 @@ class RunFolder:
         """
         try:
             self.root.mkdir(parents=True, mode=0o700)
-            self.update(config)
+            self.make_parts(config)
+            self.write_config(config)
         except FileExistsError:
             raise ConfigError(already_there(self.root)) from None
         except OSError as error:
@@ -116,19 +117,18 @@ class RunFolder:
                 "--run.dir FOLDER, or free some space"
             ) from None
 
-    def update(self, config: Config) -> None:
-        """Make the folders that are missing and write the resolved config.
+    def write_config(self, config: Config) -> None:
+        """Write the resolved config.
 
         Raises:
             OSError: the disk is full, say.
         """
-        self.make_parts(config)
         from launch.config import to_toml  # with all sections, and torch: who only looks at a run need not wait for it
 
         write_durably(self.config, to_toml(config).encode())
 
     def make_parts(self, config: Config) -> None:
-        """Make the folders that are missing; errors as `update`."""
+        """Make the folders that are missing; errors as `write_config`."""
         for folder in (self.buffer, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         if config.weight_sync.folder is None:

@@ -151,7 +151,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         # each actor looks for it on its own host, and finds it made where that is this one
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
-            folder.update(config)  # not before: a run that is not gone on with stays as it was
+            folder.write_config(config)  # not before: a run that is not gone on with stays as it was
             folder.write_identity(identity)
         half_made.pop_all()
     return plan, context, exporter, tracker
