@@ -40,6 +40,7 @@ from actors.config import ActorsConfig
 from benchmarks.autoscale_parts.simulation import ScalingSimulation
 from benchmarks.fleet import Fleet, run
 from benchmarks.fleet_parts.setting import FleetSetting, Stretch
+from benchmarks.lib.lengths import lognormal
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
@@ -57,7 +58,7 @@ BARS: Mapping[str, Mapping[str, float]] = {
     "at least": {"rate_over_best_static": 0.95, "rate_over_best_worst": 0.95},
 }
 LAW, SLOTS, STEP_S, K, GROUPS, PROMPT_TOKENS = TokenTime(0.08, 0.002), 16, 2.1, 8, 8, 8
-LENGTHS = LengthLaw.lognormal(12, 0.4, 27, 0.5)
+LENGTHS = lognormal(12, 0.4, 27, 0.5)
 DOUBLES, AFTER = Stretch(20, 40, 2.0), 50
 """How lengths change, and how many steps follow."""
 CHANGES = {"sudden doubling": Stretch(20, 1, 2.0), "slow doubling": DOUBLES, "sudden halving": Stretch(20, 1, 0.5)}
@@ -221,7 +222,7 @@ def made_up(seed: int, stretch: Stretch) -> Case:
     least, groups, tokens = random.randint(2, 4), random.choice((8, 16, 32)), random.uniform(100, 400)
     slots, base_s = max(8, round(random.uniform(0.2, 0.5) * K * groups / least)), random.uniform(5e-3, 3e-2)
     law = TokenTime(base_s, base_s * random.uniform(0.1, 2.0) / slots)
-    lengths = LengthLaw.lognormal(tokens, random.uniform(0.3, 0.8), round(4 * tokens), random.uniform(0.0, 0.7))
+    lengths = lognormal(tokens, random.uniform(0.3, 0.8), round(4 * tokens), random.uniform(0.0, 0.7))
     one = PoolState("", 1, 1, slots, law, 1).rate(lengths.mean, PROMPT_TOKENS)
     step_s = K * groups / (one * (least - random.uniform(0.05, 0.5)))
     if stretch.to < 1.0:

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.dispatch_parts import real
 from benchmarks.fleet import CALIBRATION, CONFIG, Fleet, run, world_of
 from benchmarks.fleet_parts.setting import FleetSetting
+from benchmarks.lib.lengths import lognormal
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
@@ -46,7 +47,6 @@ from common.costs import TokenTime
 from launch.config import load_config
 from launch.profiling import costs_of, profile_of
 from launch.run_folder import RunFolder
-from planning.lengths import LengthLaw
 from planning.simulator import Simulation
 from planning.world import Costs
 
@@ -66,7 +66,7 @@ POLICIES = ("in_order", "by_deadline")
 ALL_FAST = "all_fast"
 SLOW = TokenTime(0.05, 0.00075)
 FAST = TokenTime(SLOW.base / 2, SLOW.per_sample / 2)
-LENGTHS = LengthLaw.lognormal(6, 0.9, 56, 0.65)
+LENGTHS = lognormal(6, 0.9, 56, 0.65)
 STEP_S = 0.15
 PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 16, 20
 """Prompts, and how many of them a step takes; steps until lengths are known, and steps that count."""

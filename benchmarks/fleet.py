@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.fleet_parts.prompts import FleetPrompts
 from benchmarks.fleet_parts.setting import VARIABLE, FleetSetting
+from benchmarks.lib.lengths import constant, lognormal
 from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
@@ -62,9 +63,9 @@ TWO_POOLS = (
     *("--pools.fast.role", "actors", "--pools.fast.count", "1", "--pools.fast.resource", ""),
 )
 EVEN, TAIL, LONG = (
-    LengthLaw.constant(24),
-    LengthLaw.lognormal(16, 0.6, 56, 0.65),
-    LengthLaw.lognormal(20, 0.9, 56, 0.0),
+    constant(24),
+    lognormal(16, 0.6, 56, 0.65),
+    lognormal(20, 0.9, 56, 0.0),
 )
 LAW = TokenTime(0.04, 0.001)
 STEEP = TokenTime(0.015, 0.005, 1e-5)
@@ -240,7 +241,7 @@ def simulate_many(completions: int = 10_000_000) -> float:
     contract = StalenessContract(StalenessConfig(max_lag=32), groups)
     pool = EnginePool("actors", 896, TokenTime(1e-2, 5e-5, 2e-9), actor_pools(config)[0].config)
     world = World(
-        (pool,), contract, config.buffer, LengthLaw.lognormal(2500, 0.9, 16_384, 0.65),
+        (pool,), contract, config.buffer, lognormal(2500, 0.9, 16_384, 0.65),
         lambda tokens: 1.0 + 1e-7 * sum(tokens),
         costs=Costs(lease_s=0.03, publish_s=2.0, fetch_s=3.0, pause_s=0.2),
     )  # fmt: skip

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.lib.lengths import lognormal
 from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, share, table, write_page
 from benchmarks.scale_parts.sheets import (
@@ -49,14 +50,13 @@ from launch.config import load_config
 from launch.pools import actor_pools
 from planning.bounds import bounds_of
 from planning.learner import LearnerShape
-from planning.lengths import LengthLaw
 from planning.prediction import Prediction, predict
 from planning.search import Plan, Space, search
 from planning.world import EnginePool, World
 
 PAGE = RESULTS / "scale.md"
 GROUPS, K, PROMPT_TOKENS, LONGEST = 128, 16, 512, 16_384
-LENGTHS = LengthLaw.lognormal(2000, 0.9, LONGEST, 0.65)
+LENGTHS = lognormal(2000, 0.9, LONGEST, 0.65)
 SLOTS = (8, 16, 24, 32, 48, 64, 96)
 SIZES, LAGS = (16, 32, 64, 128, 256, 512, 1024), (1, 4, 16)
 OF_LARGE = 64

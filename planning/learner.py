@@ -60,12 +60,6 @@ def bubble_in_micro_batches(schedule: str, num_stages: int, num_chunks: int) -> 
     return (num_stages - 1) / ((3 if schedule == "zero_bubble" else 1) * num_chunks)
 
 
-def bubble(schedule: str, num_stages: int, num_chunks: int, num_micro_batches: int) -> float:
-    """Idle share of a stage's time, 0..1, where forward, backward for inputs and for weights take as long each."""
-    idle = bubble_in_micro_batches(schedule, num_stages, num_chunks)
-    return idle / (num_micro_batches + idle)
-
-
 @dataclass(frozen=True)
 class LearnerTime:
     """Seconds of a step, by the terms of `terms`; none is negative."""

@@ -46,17 +46,6 @@ class LengthLaw:
             raise ValueError(f"explained = {self.explained}: a share of the variance lies between 0 and 1")
 
     @classmethod
-    def lognormal(cls, median: float, sigma: float, longest: int, explained: float = 0.0) -> LengthLaw:
-        """exp(N(log median, sigma^2)), cut at `longest` as `max_new_tokens` does, and at one token."""
-        lengths = np.clip(median * np.exp(sigma * _SCORES), 1.0, longest)
-        return cls(tuple(lengths.tolist()), explained)
-
-    @classmethod
-    def constant(cls, length: int) -> LengthLaw:
-        """Every completion alike."""
-        return cls((float(length), float(length)))
-
-    @classmethod
     def measured(cls, lengths: npt.ArrayLike, explained: float = 0.0) -> LengthLaw:
         """Of completions that were seen; ValueError where there are none."""
         seen = np.asarray(lengths, np.float64)

@@ -22,7 +22,7 @@ from benchmarks.learner_parts.spot import Figures, Spot
 from learner.decoders import StageShare
 from learner.mesh import Mesh
 from learner.pipeline import Pipeline
-from planning.learner import bubble
+from planning.learner import bubble_in_micro_batches
 
 NUM_MICRO_BATCHES = 8
 WIDTH, HIDDEN = 4, 8
@@ -30,6 +30,12 @@ UNIT_S = 0.05
 """Sleep of a stage's forward, of its backward for inputs, and of its backward for weights, each."""
 CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 """Schedule and chunks per stage."""
+
+
+def bubble(schedule: str, num_stages: int, num_chunks: int, num_micro_batches: int) -> float:
+    """Idle share of a stage's time, 0..1, where forward, backward for inputs and for weights take as long each."""
+    idle = bubble_in_micro_batches(schedule, num_stages, num_chunks)
+    return idle / (num_micro_batches + idle)
 
 
 class Sleep(torch.autograd.Function):

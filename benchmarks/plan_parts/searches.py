@@ -6,13 +6,13 @@ import random
 import time
 from typing import Any
 
+from benchmarks.lib.lengths import lognormal
 from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config
 from launch.pools import actor_pools
 from planning.bounds import bounds_of
 from planning.learner import LearnerShape, LearnerTime
-from planning.lengths import LengthLaw
 from planning.search import Best, Plan, Space, metropolis
 from planning.world import Costs, EnginePool, World
 
@@ -37,7 +37,7 @@ class Instance:
             TokenTime(10 ** chance.uniform(-2.5, -1.3), 10 ** chance.uniform(-5, -3.5), 10 ** chance.uniform(-9, -7.5))
             for _ in range(2)
         ]
-        self._lengths = LengthLaw.lognormal(chance.choice((200, 1000, 4000)), chance.uniform(0.4, 1.0), 16_384, 0.6)
+        self._lengths = lognormal(chance.choice((200, 1000, 4000)), chance.uniform(0.4, 1.0), 16_384, 0.6)
         self._learner = LearnerTime(
             chance.uniform(0.05, 1.0), chance.uniform(0.001, 0.05), 10 ** chance.uniform(-6, -4.5)
         )

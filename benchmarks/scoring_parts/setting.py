@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.fleet_parts.setting import FleetSetting
+from benchmarks.lib.lengths import lognormal
 from common.costs import TokenTime
-from planning.lengths import LengthLaw
 
 LAYER_S = 0.06
 """Of a layer, for a micro-batch on its way out; some three times what the tiny model takes to compute it besides."""
-ENGINES = FleetSetting({"actors": TokenTime(0.002)}, LengthLaw.lognormal(48, 0.3, 120, 0.5), step_s=0.0)
+ENGINES = FleetSetting({"actors": TokenTime(0.002)}, lognormal(48, 0.3, 120, 0.5), step_s=0.0)
 """Faster than any step."""

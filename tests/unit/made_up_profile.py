@@ -4,10 +4,10 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.lib.lengths import lognormal
 from launch.config import load_config
 from launch.profiling import machine_here, model_of
 from planning.learner import LearnerShape
-from planning.lengths import LengthLaw
 from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -22,9 +22,7 @@ def profile(**changes: object) -> Profile:
         terms=(0.05, 0.01, 2e-5, 0.0), num_steps=40, relative_error=0.05, shape=LearnerShape(2, token_budget=1536),
         algorithm="trajectory_balance", precision="float32", between_steps_s=0.03,
     )  # fmt: skip
-    samples = SampleFacts(
-        prompt_tokens=6.0, quantiles=LengthLaw.lognormal(4, 0.3, 8).quantiles, explained=0.3, settled_s=0.02
-    )
+    samples = SampleFacts(prompt_tokens=6.0, quantiles=lognormal(4, 0.3, 8).quantiles, explained=0.3, settled_s=0.02)
     found = Profile(
         taken_s=1.7e9,
         machine=machine_here(),

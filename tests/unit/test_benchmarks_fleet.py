@@ -10,13 +10,13 @@ import pytest
 from actors.config import ActorsConfig
 from benchmarks.fleet_parts.engine import SleepingEngine
 from benchmarks.fleet_parts.setting import VARIABLE, EngineSetting, FleetSetting, score_of
+from benchmarks.lib.lengths import constant, lognormal
 from common.costs import TokenTime
 from common.staleness import PolicyVersion
-from planning.lengths import LengthLaw
 from tests.unit.fake_actor import FakeBuffer, K, make_actor, run_to_end
 
 LAW = TokenTime(5e-3, 1e-3)
-FORTY = LengthLaw.constant(40)
+FORTY = constant(40)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def test_an_update_pauses_and_tokens_after_it_are_of_the_new_version(sleep
 
 
 async def test_lengths_follow_from_prompt_and_seed(sleeping):
-    engine = sleeping(TokenTime(1e-5), LengthLaw.lognormal(20, 0.8, 60, 0.65))
+    engine = sleeping(TokenTime(1e-5), lognormal(20, 0.8, 60, 0.65))
 
     async def length(prompt, seed):
         return len((await engine.generate([prompt], seed=seed)).token_ids)
@@ -70,7 +70,7 @@ async def test_lengths_follow_from_prompt_and_seed(sleeping):
 
 
 async def test_it_works_under_the_real_loop_and_stops_what_is_cancelled(sleeping):
-    engine = sleeping(TokenTime(1e-4), LengthLaw.constant(5))
+    engine = sleeping(TokenTime(1e-4), constant(5))
     buffer = FakeBuffer(6)
     report = await run_to_end(make_actor(buffer, engine))
     assert report.num_outcomes == {"committed": 6 * K}
@@ -83,7 +83,7 @@ async def test_it_works_under_the_real_loop_and_stops_what_is_cancelled(sleeping
 
 
 def test_a_setting_survives_the_environment(monkeypatch):
-    setting = FleetSetting({"a": LAW}, LengthLaw.lognormal(20, 0.8, 60, 0.65), 0.5, 1e-4)
+    setting = FleetSetting({"a": LAW}, lognormal(20, 0.8, 60, 0.65), 0.5, 1e-4)
     monkeypatch.setenv(VARIABLE, setting.as_text())
     assert FleetSetting.here() == setting
 

@@ -9,6 +9,7 @@ from torch.distributed.pipelining.schedules import _ComputationType
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.learner_parts import computed, sides
+from benchmarks.learner_parts.sleeping import bubble
 from benchmarks.learner_parts.spot import run_measurement
 from benchmarks.lib import learner as learner_step
 from benchmarks.lib.processes import MeasurementFailed
@@ -16,7 +17,6 @@ from learner.attention import IMPLEMENTATION
 from learner.mesh import Mesh, MeshPlace
 from learner.model import DeviceBatch
 from learner.pipeline import build_schedule
-from planning.learner import bubble
 
 MICRO_BATCHES = 8
 UNITS = {

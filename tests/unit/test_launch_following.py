@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from benchmarks.autoscale_parts.simulation import ScalingSimulation
+from benchmarks.lib.lengths import lognormal
 from common.costs import TokenTime
 from launch.autoscale import (
     ABOVE,
@@ -16,7 +17,6 @@ from launch.autoscale import (
     PoolState,
     StepFacts,
 )
-from planning.lengths import LengthLaw
 from tests.unit.test_planning_simulator import G, K, world
 
 LAW = TokenTime(4e-3, 6e-5)
@@ -125,7 +125,7 @@ def test_the_last_actor_of_a_pool_stays_and_another_pool_shrinks():
 
 def followed(seed, *, doubles=True):
     """A simulated run whose lengths double between the steps 20 and 60; who worked at each step, and the end."""
-    lengths = LengthLaw.lognormal(230, 0.6, 2000, 0.5)
+    lengths = lognormal(230, 0.6, 2000, 0.5)
     start = world(engines=3, slots=SLOTS, lengths=lengths, step_s=GROUPS / G, max_lag=8, groups=GROUPS)
     following, counts, rates = Following(), [], []
     before, wanted = [0, 0.0], [3]

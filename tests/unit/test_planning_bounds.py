@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.lib.lengths import constant, lognormal
 from common.staleness import StalenessContract
 from planning.bounds import bounds_of, figures_of
-from planning.lengths import LengthLaw
 from planning.simulator import Simulation
 from planning.world import Costs, Scores
 from tests.unit.test_planning_simulator import LAW, LONG_TAIL, G, K, world
@@ -59,7 +59,7 @@ def test_the_bound_of_staleness_knows_what_drops_cost(explained, max_lag):
     """By the mean of the longest alone it would be 1.3, 2.8 and 2.9 times what the run does."""
     made = world(
         engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=max_lag,
-        lengths=LengthLaw.lognormal(100, 0.9, 2000, explained),
+        lengths=lognormal(100, 0.9, 2000, explained),
     )  # fmt: skip
     found, bounds = Simulation(made).run(1500, warm_up=700), bounds_of(made, 0.05)
     assert bounds.binds == "staleness"
@@ -70,7 +70,7 @@ def test_the_bound_of_staleness_knows_what_drops_cost(explained, max_lag):
 def test_where_steps_wait_the_bound_is_the_longest_of_a_step():
     made = world(
         engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=4, on_stale="wait",
-        lengths=LengthLaw.lognormal(100, 0.9, 2000),
+        lengths=lognormal(100, 0.9, 2000),
     )  # fmt: skip
     found, bounds = Simulation(made).run(1500, warm_up=700), bounds_of(made, 0.05)
     assert bounds.binds == "staleness"
@@ -112,10 +112,10 @@ def test_versions_that_come_faster_than_an_engine_applies_them_limit_nothing():
 
 
 def test_means_of_groups():
-    constant = figures_of(LengthLaw.constant(50), 8)
-    assert (constant.mean, constant.at_a_moment, constant.longest_of(1)) == (50, 25, 50)
-    tail = figures_of(LengthLaw.lognormal(100, 1.0, 100_000), 8)
+    alike = figures_of(constant(50), 8)
+    assert (alike.mean, alike.at_a_moment, alike.longest_of(1)) == (50, 25, 50)
+    tail = figures_of(lognormal(100, 1.0, 100_000), 8)
     assert tail.mean == pytest.approx(100 * 2.718281828**0.5, rel=0.05)
     assert tail.longest_of(1) > 3 * tail.mean
-    alike = figures_of(LengthLaw.lognormal(100, 1.0, 100_000, explained=1.0), 8)
+    alike = figures_of(lognormal(100, 1.0, 100_000, explained=1.0), 8)
     assert alike.longest_of(1) == pytest.approx(alike.mean, rel=0.02)

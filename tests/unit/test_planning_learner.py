@@ -5,7 +5,7 @@ import pytest
 
 from common.costs import Moments
 from learner.packing import CostModel, pack
-from planning.learner import LearnerShape, LearnerTime, bubble, bubble_in_micro_batches, terms
+from planning.learner import LearnerShape, LearnerTime, bubble_in_micro_batches, terms
 
 
 def one_forward_one_backward(num_stages, num_micro_batches, forward_s, backward_s):
@@ -41,8 +41,8 @@ def test_1f1b_takes_as_long_as_its_schedule(num_stages, num_micro_batches):
     stage_s = work_s / num_stages
     wanted_s = one_forward_one_backward(num_stages, num_micro_batches, stage_s / 3, 2 * stage_s / 3)
     assert law.seconds(lengths, 1, 1, shape) == pytest.approx(wanted_s, rel=1e-9)
-    idle = 1 - num_micro_batches * stage_s / wanted_s
-    assert bubble("1f1b", num_stages, 1, num_micro_batches) == pytest.approx(idle, abs=1e-9)
+    idle = wanted_s / stage_s - num_micro_batches
+    assert bubble_in_micro_batches("1f1b", num_stages, 1) == pytest.approx(idle, abs=1e-9)
 
 
 def test_bubbles_of_the_other_schedules():

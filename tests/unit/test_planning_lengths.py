@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.lib.lengths import constant, lognormal
 from planning.lengths import LengthLaw, explained_by_prompt
 
 
@@ -15,18 +16,18 @@ def drawn(law, num_prompts=4000, group_size=8, seed=0):
 
 
 def test_a_lognormal_law_has_its_median_and_spread_and_is_cut_at_the_longest():
-    lengths = drawn(LengthLaw.lognormal(200, 0.7, 1000))
+    lengths = drawn(lognormal(200, 0.7, 1000))
     assert np.median(lengths) == pytest.approx(200, rel=0.02)
     inside = np.log(lengths[(lengths > 1) & (lengths < 1000)])
     assert inside.std() == pytest.approx(0.7, rel=0.05)
     assert lengths.max() == 1000
     assert (lengths == 1000).mean() == pytest.approx(0.5 * math.erfc(math.log(5) / 0.7 / math.sqrt(2)), rel=0.1)
-    assert lengths.mean() == pytest.approx(LengthLaw.lognormal(200, 0.7, 1000).mean, rel=0.02)
+    assert lengths.mean() == pytest.approx(lognormal(200, 0.7, 1000).mean, rel=0.02)
 
 
 @pytest.mark.parametrize("explained", [0.0, 0.3, 0.65, 1.0])
 def test_prompts_explain_the_share_that_the_law_says_and_it_is_found_again(explained):
-    lengths = drawn(LengthLaw.lognormal(500, 0.5, 4000, explained))
+    lengths = drawn(lognormal(500, 0.5, 4000, explained))
     prompts = np.repeat(np.arange(len(lengths)), lengths.shape[1])
     assert explained_by_prompt(prompts, lengths.reshape(-1)) == pytest.approx(explained, abs=0.03)
 
@@ -39,8 +40,8 @@ def test_a_measured_law_gives_what_was_measured_back():
 
 
 def test_a_constant_law_is_constant_and_lengths_that_are_all_alike_are_explained_by_nothing():
-    assert (drawn(LengthLaw.constant(7)) == 7).all()
-    assert LengthLaw.constant(7).mean == pytest.approx(7)
+    assert (drawn(constant(7)) == 7).all()
+    assert constant(7).mean == pytest.approx(7)
     assert explained_by_prompt([1, 1, 2, 2], [5, 5, 5, 5]) == 0.0
 
 

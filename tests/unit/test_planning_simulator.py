@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from actors.config import ActorsConfig
+from benchmarks.lib.lengths import constant, lognormal
 from buffer.config import BufferConfig
 from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
-from planning.lengths import LengthLaw
 from planning.simulator import Simulation
 from planning.world import Costs, EnginePool, Scores, World
 
@@ -26,7 +26,7 @@ def world(
         pools or (EnginePool("a", engines, law, config, kv_tokens),),
         StalenessContract(StalenessConfig(max_lag=max_lag, **staleness), groups),
         BufferConfig(**(sampler or {})),
-        lengths or LengthLaw.constant(length),
+        lengths or constant(length),
         lambda tokens: step_s,
         num_prompts=1000,
         prompt_tokens=10,
@@ -106,7 +106,7 @@ def test_groups_that_do_not_divide_the_slots_leave_none_of_them_empty():
     assert found.slots_used == pytest.approx(1.0, rel=1e-9)
 
 
-LONG_TAIL = LengthLaw.lognormal(100, 1.0, 2000, 0.65)
+LONG_TAIL = lognormal(100, 1.0, 2000, 0.65)
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "wait"])
@@ -210,7 +210,7 @@ def dispatched(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
         tuple(pools) if unlike else (replace(pools[0], count=8),),
         StalenessContract(StalenessConfig(max_lag=max_lag, on_stale=on_stale), 16),
         BufferConfig(dispatch=dispatch),
-        LengthLaw.lognormal(200, 0.9, 2000, 0.65),
+        lognormal(200, 0.9, 2000, 0.65),
         lambda _: 0.5,
         num_prompts=num_prompts,
     )
@@ -246,7 +246,7 @@ def test_where_a_step_has_more_samples_than_slots_the_longest_first_come_near_th
 
     def shares(dispatch):
         contract = StalenessContract(StalenessConfig(max_lag=0, on_stale="drop"), 16)
-        lengths = LengthLaw.lognormal(200, 0.9, 2000, explained)
+        lengths = lognormal(200, 0.9, 2000, explained)
         simulation, bounds_s = (
             Simulation(World((EnginePool("a", 4, law, config),), contract, BufferConfig(dispatch=dispatch), lengths,
                              lambda _: 1e-6, num_prompts=128)),
