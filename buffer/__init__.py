@@ -14,12 +14,12 @@ The rules, each in the given transaction
     core        BufferCore: every request, without sockets
     leases      which prompts are out with which actor, and when they are issued again
     ingest      what becomes of pushed trajectories, row by row, and what a row must satisfy
-    draws       which groups train at which step, recorded and idempotent; `steps`: the learner's life
-    scoring     whose samples the reference scores next, and the scores
+    draws       which groups train at which step, recorded and idempotent
+    steps       Steps: what becomes of the draws; Scoring: whose samples the reference scores next, and the scores
     samplers    which of the groups that are ready a step takes
     groups      the life of a group of samples, and which groups leave a store that is full
     nonsense    who sent what is not believed, and the quarantine, where the newest of it is kept
-    lengths     what was generated against what is trained
+    length_model  LengthModel: how long answers will be; Fidelity: what was generated against what is trained
     ledger      where every issued sample is, and the identities that must hold
 The store
     store       Store: the LMDB environment of a folder (`pages` checks its file)

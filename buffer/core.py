@@ -22,8 +22,7 @@ from buffer.leases import Leases, Share
 from buffer.nonsense import Quarantine
 from buffer.partials import Partials
 from buffer.prompts import Prompts
-from buffer.scoring import Scoring
-from buffer.steps import Steps
+from buffer.steps import Scoring, Steps
 from buffer.tables import DrawRecord
 from buffer.transaction import Transaction
 

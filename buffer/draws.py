@@ -18,7 +18,7 @@ from buffer.groups import Groups
 from buffer.index import ReadyGroup
 from buffer.ingest import MAX_BEHIND
 from buffer.leases import Leases, Share
-from buffer.lengths import NUM_BUCKETS, Fidelity, bucket_of
+from buffer.length_model import NUM_BUCKETS, Fidelity, bucket_of
 from buffer.protocol import DrawRequest
 from buffer.steps import Steps
 from buffer.tables import DrawRecord, Group, StoreState

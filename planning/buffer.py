@@ -13,8 +13,7 @@ import numpy as np
 
 from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, Speeds, Waiting, Window, likely_tokens, window_size
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
-from buffer.length_model import LengthModel
-from buffer.lengths import bucket_of
+from buffer.length_model import LengthModel, bucket_of
 from buffer.prompt_laws import ByChance
 from buffer.samplers import build
 from buffer.tables import Group
@@ -134,7 +133,7 @@ class SimulatedBuffer:
         self._drawn = []
 
     def unscored(self, max_tokens: int) -> list[SimulatedGroup]:
-        """Groups to score: the oldest, of so many tokens together at most, but one at least; as `buffer.scoring`."""
+        """Groups to score, as `Scoring.take`: the oldest, of so many tokens together at most, but one at least."""
         found: list[SimulatedGroup] = []
         num_tokens = 0
         for key in self._index.unscored:

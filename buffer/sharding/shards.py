@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from buffer import protocol as p
 from buffer.client import BufferClient, Draw
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.lengths import LengthFidelity
+from buffer.length_model import LengthFidelity
 from buffer.trajectory import Trajectory
 from common.rpc.client import settle
 

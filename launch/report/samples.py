@@ -12,7 +12,7 @@ from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
-from buffer.lengths import NUM_BUCKETS, LengthCounts, LengthFidelity, bounds_of
+from buffer.length_model import NUM_BUCKETS, LengthCounts, LengthFidelity, bounds_of
 from launch.text import TextOf, printable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class BufferData:
     """Of them, before the time was over."""
     ledger: dict[str, int] = field(default_factory=dict)
     generated: list[float] = field(default_factory=list)
-    """Share of each bucket of `buffer.lengths`, as of the last few thousand completions."""
+    """Share of each bucket of `buffer.length_model`, as of the last few thousand completions."""
     trained: list[float] = field(default_factory=list)
     fidelity: LengthFidelity = field(default_factory=LengthFidelity)
     lags: Counter[int] = field(default_factory=Counter)

@@ -7,7 +7,7 @@ import pytest
 
 from buffer.config import BufferConfig
 from buffer.draws import Offer, best_fit, corrected, fill, well_packed
-from buffer.lengths import (
+from buffer.length_model import (
     NUM_BUCKETS,
     Fidelity,
     LengthCounts,

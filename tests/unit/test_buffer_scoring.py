@@ -7,7 +7,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
-from buffer.scoring import HELD_S
+from buffer.steps import HELD_S
 from tests.trajectories import decode
 from tests.unit.test_buffer_damaged import flip, put_back
 from tests.world.buffer import Actor, generate, train

@@ -8,7 +8,7 @@ import pytest
 
 from actors.engine_output import EngineReport
 from actors.report import ActorReport, WeightUpdate
-from buffer.lengths import LengthFidelity
+from buffer.length_model import LengthFidelity
 from common.costs import Moments
 from launch.config import Config
 from launch.observe.observer import Observer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buffer.ledger import Ledger
-from buffer.lengths import LengthFidelity
+from buffer.length_model import LengthFidelity
 from buffer.schema import to_batch
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
