@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
-from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.sample_file import export
 from launch.observe.totals import Interval, shared
 from launch.observe.trace import read
 

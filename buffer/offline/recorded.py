@@ -25,9 +25,8 @@ import pyarrow as pa
 from buffer.config import MAX_GROUP_SIZE, BufferConfig
 from buffer.errors import StoreError
 from buffer.ingest import PushedRow, faults, rows_of
-from buffer.offline.export import batches_of
 from buffer.offline.inspect import Inspection, Selection, joined
-from buffer.offline.sample_file import SUFFIXES, BadRows, read_samples
+from buffer.offline.sample_file import SUFFIXES, BadRows, batches_of, read_samples
 from buffer.rows import RowBytes, flat_values, list_array
 from buffer.schema import SCHEMA
 from buffer.sharding.core import ShardCore

@@ -27,8 +27,8 @@ import zmq
 from safetensors.torch import load_file
 
 from buffer import protocol as p
-from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store
 from launch.observe.trace import read
 from learner.checkpoint_meta import steps_in

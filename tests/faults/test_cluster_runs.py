@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.sample_file import export
 from launch.observe.status import read_status
 from tests.faults import hosts as machines
 from tests.faults import results

@@ -13,11 +13,10 @@ import pytest
 from buffer import protocol as p
 from buffer import schema
 from buffer.errors import StoreError
-from buffer.offline import export as exporting
 from buffer.offline import inspect as inspecting
 from buffer.offline import verify as verifying
-from buffer.offline.export import STATE, export, version_bounds
 from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.sample_file import STATE, export, version_bounds
 from buffer.offline.verify import compact, verify
 from buffer.prompt_laws import Tries
 from buffer.rows import SPAN
@@ -108,7 +107,7 @@ def test_reading_one_group_per_transaction_and_writing_small_row_groups_changes_
     transactions = []
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda store, look: transactions.append(look) or read(store, look))
-    monkeypatch.setattr(exporting, "ROW_GROUP_ROWS", 3)
+    monkeypatch.setattr("buffer.offline.sample_file.ROW_GROUP_ROWS", 3)
     exported(run, tmp_path / "pieces.parquet")
     assert len(transactions) > 8
     assert pq.ParquetFile(tmp_path / "pieces.parquet").metadata.num_row_groups == 4
@@ -148,7 +147,7 @@ def test_an_export_that_fails_leaves_neither_half_a_file_nor_the_old_one_changed
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(exporting.pq.ParquetWriter, "write_table", fail)
+    monkeypatch.setattr("buffer.offline.sample_file.pq.ParquetWriter.write_table", fail)
     with pytest.raises(StoreError, match=r"out.parquet cannot be written \(No space left"):
         exported(run, out)
     assert out.read_bytes() == b"an older export"

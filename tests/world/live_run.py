@@ -17,8 +17,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.sample_file import export
 from common.staleness import PolicyVersion
 from launch.errors import ExitStatus
 from tests.world.files import json_rows
