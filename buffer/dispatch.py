@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from common.staleness import StalenessContract
 
@@ -144,93 +144,67 @@ class Speeds(NamedTuple):
     """From a lease to the step that must have its group; infinite where there is no bound."""
 
 
-class Policy(Protocol):
-    """Chooses among the prompts of a window, which is not empty."""
+class InOrder:
+    """Gives the first; what it says holds of every policy that does not say otherwise."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
         """Does it depend on them where there are so many lanes?"""
+        return False
 
     def is_in_order(self, speeds: Speeds) -> bool:
         """Would it take the first of any window? Then none is opened."""
+        return True
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
         """May a prompt that came back, with answers of so many tokens, go to this actor? The fastest takes any."""
-
-    def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        """What the actor gets."""
-
-    def hands_on_at(self, speeds: Speeds) -> float:
-        """A sample that has so many tokens goes on elsewhere; infinite where none does."""
-
-
-class InOrder:
-    """The first."""
-
-    def needs_lengths(self, num_lanes: int) -> bool:
-        """As `Policy`."""
-        return False
-
-    def is_in_order(self, speeds: Speeds) -> bool:
-        """As `Policy`."""
-        return True
-
-    def takes(self, longest: float, speeds: Speeds) -> bool:
-        """As `Policy`."""
         return True
 
     def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        """As `Policy`."""
+        """What the actor gets of a window, which is not empty."""
         return next(iter(window))
 
     def hands_on_at(self, speeds: Speeds) -> float:
-        """As `Policy`."""
+        """A sample that has so many tokens goes on elsewhere; infinite where none does."""
         return inf
 
 
-class LongestFirst:
-    """The longest."""
+class LongestFirst(InOrder):
+    """Gives the longest."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
-        """As `Policy`."""
+        """It always does."""
         return True
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """As `Policy`."""
+        """It never is."""
         return False
 
-    def takes(self, longest: float, speeds: Speeds) -> bool:
-        """As `Policy`."""
-        return True
-
     def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        """As `Policy`."""
+        """The longest."""
         return window.longest() or window.shortest()
 
-    def hands_on_at(self, speeds: Speeds) -> float:
-        """As `Policy`."""
-        return inf
 
-
-class ByDeadline:
-    """What a slower lane would be late with goes to a lane that would not."""
+class ByDeadline(InOrder):
+    """Gives what a slower lane would be late with to a lane that would not."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
-        """As `Policy`."""
+        """With one lane it does not."""
         return num_lanes > 1
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """As `Policy`: there is one speed, or no deadline."""
+        """Where there is one speed, or no deadline."""
         return speeds.token_s <= 0.0 or speeds.budget_s == inf or max(speeds.lanes) <= _ALIKE * min(speeds.lanes)
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
-        """As `Policy`: one that came back because it was late must not be late again."""
+        """One that came back because it was late must not be late again."""
         return self.is_in_order(speeds) or longest <= self._in_time(speeds)
 
     def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        """As `Policy`. A lane that would be late with all takes the shortest, for no engine idles.
+        """The longest that slower lanes would be late with, else the first that this one makes in time.
 
-        All but what is late goes in order, so that the steps of a window are as mixed as the data: were each lane to
-        take the longest that it makes in time, the first steps would have the long answers and the last the short ones.
+        A lane that would be late with all takes the shortest, for no engine idles. All but what is late goes in order,
+        so that the steps of a window are as mixed as the data: were each lane to take the longest that it makes in
+        time, the first steps would have the long answers and the last the short ones.
         """
         if self.is_in_order(speeds):
             return next(iter(window))
@@ -242,7 +216,7 @@ class ByDeadline:
         return window.first(in_time) or window.shortest()
 
     def hands_on_at(self, speeds: Speeds) -> float:
-        """As `Policy`: what has run so long without an end is likely to run as long again, and would be late here."""
+        """What has run so long without an end is likely to run as long again, and would be late here."""
         return inf if self.is_in_order(speeds) else HAND_ON_SHARE * self._in_time(speeds)
 
     def _in_time(self, speeds: Speeds) -> float:
@@ -255,7 +229,7 @@ def window_size(groups_per_step: int) -> int:
     return WINDOW_STEPS * groups_per_step
 
 
-POLICIES: Mapping[PolicyName, type[Policy]] = {
+POLICIES: Mapping[PolicyName, type[InOrder]] = {
     "in_order": InOrder,
     "longest_first": LongestFirst,
     "by_deadline": ByDeadline,
