@@ -1,9 +1,9 @@
 """Prompts: which prompt is leased next, to whom, with how many samples, and how long its answers are likely to be.
 
-Prompts that came back go first, then those of the window: the next few of the law (`buffer.prompt_laws`), which
-`buffer.dispatch` takes apart as it likes, but empties before the next begins. Window and what was learned of lengths
-and of success are rows, and are kept in memory too; who asks how fast, and how long steps take, is known of the running
-service alone.
+Prompts that came back go first, then those of the window: the next few of the law, which the policy
+takes apart as it likes, but empties before the next begins (both are of `buffer.dispatch`). Window and what was learned
+of lengths and of success are rows, and are kept in memory too; who asks how fast, and how long steps take, is known of
+the running service alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from buffer.config import BufferConfig
 from buffer.dispatch import (
     MOST_LOOKED_AT,
     POLICIES,
+    ByChance,
+    EpochOrder,
+    GroupSizes,
     Pace,
+    PromptLaw,
     Speeds,
+    SuccessModel,
     Waiting,
     Window,
     likely_tokens,
@@ -31,7 +36,6 @@ from buffer.dispatch import (
 )
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.length_model import LengthModel
-from buffer.prompt_laws import ByChance, EpochOrder, GroupSizes, PromptLaw, SuccessModel
 from buffer.protocol import Expect, LeaseRequest, VisitsReply
 from buffer.schema import VISITS
 from buffer.tables import Group, ReturnedPrompt

@@ -15,10 +15,9 @@ import lmdb
 import msgspec
 import xxhash
 
-from buffer.dispatch import Waiting
+from buffer.dispatch import Tries, Waiting
 from buffer.errors import CorruptRecord
 from buffer.length_model import Visit
-from buffer.prompt_laws import Tries
 from buffer.rows import records_in
 from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from buffer.dispatch import rate_of
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
 from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
 from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store, compact
-from buffer.prompt_laws import rate_of
 from buffer.schema import SCHEMA
 from buffer.sharding.division import buffer_folder
 from buffer.store import RESTORE

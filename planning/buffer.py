@@ -11,10 +11,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, Speeds, Waiting, Window, likely_tokens, window_size
+from buffer.dispatch import (
+    MOST_LOOKED_AT,
+    POLICIES,
+    ByChance,
+    Pace,
+    Speeds,
+    Waiting,
+    Window,
+    likely_tokens,
+    window_size,
+)
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
 from buffer.length_model import LengthModel, bucket_of
-from buffer.prompt_laws import ByChance
 from buffer.samplers import build
 from buffer.tables import Group
 from planning.lengths import PromptStream

@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from buffer import rows
+from buffer.dispatch import Tries
 from buffer.errors import CorruptRecord
 from buffer.nonsense import SetAside
-from buffer.prompt_laws import Tries
 from buffer.schema import SCHEMA, join_rows
 from buffer.sharding.division import buffer_folder, refuse_gaps, store_folders
 from buffer.store import RESTORE, Store

@@ -18,9 +18,9 @@ from buffer.dispatch import (
     Speeds,
     Waiting,
     Window,
+    order_of,
     window_size,
 )
-from buffer.prompt_laws import order_of
 from buffer.tables import Group
 from common.staleness import StalenessConfig, StalenessContract
 from tests.world.buffer import Actor, generate

@@ -12,13 +12,13 @@ import pytest
 
 from buffer import protocol as p
 from buffer import schema
+from buffer.dispatch import Tries
 from buffer.errors import StoreError
 from buffer.offline import inspect as inspecting
 from buffer.offline import verify as verifying
 from buffer.offline.inspect import Inspection, Selection
 from buffer.offline.sample_file import STATE, export, version_bounds
 from buffer.offline.verify import compact, verify
-from buffer.prompt_laws import Tries
 from buffer.rows import SPAN
 from buffer.store import Store, own
 from tests.world.buffer import Actor, InProcessBuffer, facts

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import roots_jacobi
 
-from buffer import prompt_laws
+from buffer import dispatch
 from buffer.config import BufferConfig
-from buffer.errors import StoreError
-from buffer.length_model import LengthModel, Shape
-from buffer.prompt_laws import (
+from buffer.dispatch import (
     FLOOR,
     ByChance,
     EpochOrder,
@@ -26,6 +24,8 @@ from buffer.prompt_laws import (
     order_of,
     rate_of,
 )
+from buffer.errors import StoreError
+from buffer.length_model import LengthModel, Shape
 from buffer.sharding.client import ShardedClient
 from planning.buffer import SimulatedPrompts
 from planning.lengths import PromptStream
@@ -243,7 +243,7 @@ class Run:
 
 
 def test_prompts_that_are_solved_half_of_the_time_are_trained_more_and_none_is_left_out(make, monkeypatch):
-    monkeypatch.setattr(prompt_laws, "FLOOR", 0.3)
+    monkeypatch.setattr(dispatch, "FLOOR", 0.3)
     run = Run(make).go(120)
     times = Counter(run.leased)
     assert times.keys() == set(range(NUM_PROMPTS))
