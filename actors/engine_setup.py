@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig
 from common.hf_folder import check_model_folder, tensors_in
-from common.imports import uncollected
-from common.names import did_you_mean
-from common.threads import DaemonThreads
+from common.process import DaemonThreads, uncollected
+from common.user_input import did_you_mean
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
 from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS

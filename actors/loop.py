@@ -33,10 +33,10 @@ from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.trajectory import HANDED_ON, Prefix, Trajectory
+from common.process import DaemonThreads
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
-from common.threads import DaemonThreads
 from weight_sync.puller import Puller, open_puller
 
 _log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from actors.engine import Engine, UpdateRefused, UpdateTiming
 from actors.report import WeightUpdate
+from common.process import DaemonThreads
 from common.staleness import PolicyVersion, StalenessContract
-from common.threads import DaemonThreads
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsError
 from weight_sync.puller import Puller

@@ -81,7 +81,7 @@ from algorithms.corrections import (
     surrogate_of,
 )
 from algorithms.surrogates import AnySurrogate, AnyWhole, TokenClip
-from common.user_file import Reference, load_object
+from common.user_input import Reference, load_object
 
 CLIP = 0.2
 """Where the ratio is clipped, below and above, unless a run says otherwise."""

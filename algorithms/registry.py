@@ -17,7 +17,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWr
 from torch import Tensor
 
 from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs
-from common.user_file import UserFileError, is_reference, load_object
+from common.user_input import UserFileError, is_reference, load_object
 
 FILES = (
     "trajectory_balance",

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from buffer.dispatch import LawName, PolicyName
-from common.user_file import Reference
+from common.user_input import Reference
 
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
 SamplerName = Literal["on_policy_share"] | RestSampler

@@ -28,7 +28,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
 from buffer.index import GroupIndex, Weight
 from buffer.tables import Group
-from common.user_file import UserFileError, is_reference, load_object
+from common.user_input import UserFileError, is_reference, load_object
 
 _log = logging.getLogger(__name__)
 

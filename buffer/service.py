@@ -30,7 +30,7 @@ from buffer.sharding.core import ShardCore
 from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Hearing, Stages, Upkeep
-from common.memory import keep_freed_memory
+from common.process import keep_freed_memory
 from common.rpc.auth import ServiceKeys
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
 from common.run import RunFacts

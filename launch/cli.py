@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.imports import uncollected
+from common.process import uncollected
 from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
 from launch.looking import Verb, arg, flag, of_run, report, status, top, trace, verb
 

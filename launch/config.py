@@ -30,8 +30,7 @@ from actors.config import ActorsConfig
 from actors.tasks.config import TaskConfig
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
-from common.names import did_you_mean
-from common.user_file import is_reference
+from common.user_input import did_you_mean, is_reference
 from launch.errors import ConfigError
 from launch.mistakes import explain, shortened
 from learner.config import LearnerConfig

@@ -8,7 +8,7 @@ from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from common.names import did_you_mean
+from common.user_input import did_you_mean
 
 TRUNCATING_KEYS = frozenset(
     {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}

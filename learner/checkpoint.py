@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from common.files import replace_durably, sync, write_durably
-from common.threads import DaemonThreads
+from common.process import DaemonThreads
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
 from learner.device import host_room
 from learner.mesh import Agreement, Disagreement, Mesh, first_line

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common.memory import keep_freed_memory
+from common.process import keep_freed_memory
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
 from learner.orders import default_most_held, stage_of

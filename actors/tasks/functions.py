@@ -24,7 +24,7 @@ from typing import Any
 from actors.sandbox import HINT, why_not_cut
 from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import Call, Problem, TaskError, among_known
-from common.user_file import UserFileError, imported, split
+from common.user_input import UserFileError, imported, split
 
 _ALWAYS = ("prompts", "completions")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.tasks.config import FileTask, ReasoningGymTask, RewardModel, RewardRule
-from common.names import did_you_mean
+from common.user_input import did_you_mean
 
 MOST_LOOKED_AT = 10_000
 """Prompts whose length is looked at before a run starts; its actors look at all."""

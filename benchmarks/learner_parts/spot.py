@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which its stub does not re-export
 
 from benchmarks.lib.processes import call_in_processes
-from common.memory import keep_freed_memory
+from common.process import keep_freed_memory
 from learner.mesh import Mesh, MeshPlace
 
 Figures = dict[str, Any]

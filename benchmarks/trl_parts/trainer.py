@@ -16,7 +16,7 @@ import torch
 
 from actors.tasks import Problem, load_reward, load_task
 from actors.tasks.task import Call, PromptCodec
-from common.memory import keep_freed_memory
+from common.process import keep_freed_memory
 from launch.config import Config, load_config
 
 EVALUATED_AT_ONCE = 256

@@ -32,8 +32,8 @@ from buffer.schema import SCHEMA, to_batch
 from buffer.tables import StoreState
 from buffer.trajectory import Trajectory, VersionSpan
 from common.files import sync
-from common.names import did_you_mean
 from common.staleness import PolicyVersion, effective_version
+from common.user_input import did_you_mean
 
 STATE = pa.schema(
     [

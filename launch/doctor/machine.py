@@ -28,7 +28,7 @@ from actors.sandbox import HINT
 from actors.tasks import TaskError
 from actors.tasks.config import CodeRule
 from actors.tasks.rules import check_code
-from common.threads import DaemonThreads
+from common.process import DaemonThreads
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.gpus import GIB, MIN_DRIVER, Gpu, gpu_processes, gpus_here, stage_need, too_small, unfit

@@ -25,7 +25,7 @@ from ray.exceptions import RayTaskError
 from actors.config import ActorsConfig, ActorSections
 from actors.report import ActorReport, actor_name
 from actors.sample import EvalRequest, EvalResult
-from common.imports import uncollected
+from common.process import uncollected
 from common.run import RunContext
 from launch.processes.role_process import Role
 

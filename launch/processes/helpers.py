@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.imports import uncollected
+from common.process import uncollected
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config

@@ -14,7 +14,7 @@ import msgspec
 import ray
 from ray.exceptions import RayTaskError
 
-from common.imports import uncollected
+from common.process import uncollected
 from common.run import RunContext
 from launch.checks import Plan
 from launch.observe.status import PollResult, ProcessStatus

@@ -12,9 +12,9 @@ import ray
 
 from actors.report import ActorReport, actor_name
 from buffer.protocol import Status
+from common.process import DaemonThreads
 from common.run import RunContext
 from common.staleness import PolicyVersion
-from common.threads import DaemonThreads
 from launch.checks import Plan
 from launch.config import Config
 from launch.observe.status import PollResult, ProcessStatus

@@ -14,7 +14,7 @@ from actors.reward_process import CallFailed, RewardProcess
 from actors.rewards import RewardFailed, Scored
 from actors.tasks import Problem, TaskError
 from actors.tasks.task import TOOK_TOO_LONG, NoScore
-from common.threads import DaemonThreads, ThreadsExhausted
+from common.process import DaemonThreads, ThreadsExhausted
 from tests.unit.fake_actor import Clock, until
 from tests.world.reward_callers import scorer
 

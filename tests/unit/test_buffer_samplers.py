@@ -13,7 +13,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.samplers import systematic_shares
 from common.staleness import PolicyVersion
-from common.user_file import UserFileError
+from common.user_input import UserFileError
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, picker_of, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}

@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 
 from actors.engine_setup import uncollected_children
-from common.imports import uncollected
+from common.process import uncollected
 
 
 def test_the_collector_is_off_in_the_block_and_on_again_after_an_error():

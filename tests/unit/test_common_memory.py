@@ -10,7 +10,7 @@ from tests.world.waiting import LIMIT_S
 
 AGAIN = """
 import ctypes, resource, sys
-from common.memory import keep_freed_memory
+from common.process import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory(largest=2**30, most=2**31 - 1)
 libc = ctypes.CDLL(None)

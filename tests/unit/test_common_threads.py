@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from common.threads import DaemonThreads, ThreadsExhausted
+from common.process import DaemonThreads, ThreadsExhausted
 
 
 def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch):

@@ -9,7 +9,7 @@ from actors import reward_process
 from actors.rewards import RETRIES, Scorer, ScorerLimits
 from actors.tasks import RewardFunction, TaskError, load_reward
 from actors.tasks.config import ReasoningGymTask
-from common.threads import DaemonThreads
+from common.process import DaemonThreads
 
 TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
 

@@ -1,4 +1,4 @@
-"""What a user brings in a file of their own, named in the config as `FILE.py:NAME`.
+"""What a user brings: a file of their own, named in the config as `FILE.py:NAME`, and names that they mistyped.
 
 The file may import what lies beside it: its folder is put at the end of `sys.path`, so that no file of its author hides
 a library. It is imported once in a process.
@@ -6,9 +6,11 @@ a library. It is imported once in a process.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -85,3 +87,9 @@ def imported(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UserFileError(f"importing {path} failed: {type(error).__name__}: {error}") from error
     return module
+
+
+def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], object] = repr) -> str:
+    """A clause that says which name was probably meant, as `shown` gives it; '' where none is close."""
+    close = difflib.get_close_matches(name, sorted(set(known)), n=1)
+    return f"; did you mean {shown(close[0])}?" if close else ""
