@@ -20,8 +20,8 @@ from actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig
 from common.hf_folder import check_model_folder, tensors_in
 from common.process import DaemonThreads, uncollected
 from common.user_input import did_you_mean
-from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
+from weight_sync.manifest import TransferFailed
 from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
 
 if TYPE_CHECKING:

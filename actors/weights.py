@@ -17,7 +17,7 @@ from actors.report import WeightUpdate
 from common.process import DaemonThreads
 from common.staleness import PolicyVersion, StalenessContract
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import TransferFailed, WeightsError
+from weight_sync.manifest import TransferFailed, WeightsError
 from weight_sync.puller import Puller
 from weight_sync.store import StagedVersion
 

@@ -52,7 +52,7 @@ from learner.reference import build_reference, packing_rule
 from learner.report import BadBatches, BadSample, Report, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import open_sink
-from weight_sync.errors import PublishFailed
+from weight_sync.manifest import PublishFailed
 from weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)

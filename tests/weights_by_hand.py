@@ -15,6 +15,7 @@ from weight_sync.client import WeightClient, open_sink
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import encode_delta
 from weight_sync.manifest import (
+    ITEM_BYTES,
     DeltaEntry,
     FileEntry,
     Manifest,
@@ -24,12 +25,12 @@ from weight_sync.manifest import (
     checksum_of,
     delta_name,
     file_name,
+    header_of,
 )
 from weight_sync.protocol import Chunk, ReadRequest
 from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
 from weight_sync.store import StagedVersion, WeightStore
-from weight_sync.tensor_file import ITEM_BYTES, header_of
 
 RUN = "test-run"
 NUM_VALUES = 20_000

@@ -1,10 +1,9 @@
 """How weights travel from the learner to the actors, and how far behind they may be.
 
 config       WeightSyncConfig: every knob
-errors       what can go wrong with published weights
 
-manifest     Manifest: what a published version consists of, with a checksum for every tensor
-tensor_file  the files of tensors without torch: written from buffers, read as views
+manifest     Manifest: what a published version consists of, with a checksum for every tensor; TensorFile: its files,
+             written and read without torch; WeightsError: what can go wrong with it
 tensors      published bytes as torch tensors, and back
 delta        a tensor as its changes since the parent version
 store        WeightStore: the folder of published versions; a version exists once its manifest does

@@ -18,8 +18,7 @@ from common.rpc.messages import Asker, Done, Message, Role
 from common.staleness import PolicyVersion
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import TransferFailed, WeightsCorrupt
-from weight_sync.manifest import Manifest, Part, decode, delta_name, encode
+from weight_sync.manifest import Manifest, Part, TransferFailed, WeightsCorrupt, decode, delta_name, encode
 from weight_sync.store import Buffers, WeightStore, read_manifest, store_id_of
 
 log = logging.getLogger(__name__)

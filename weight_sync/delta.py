@@ -22,9 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from common.files import write_whole
-from weight_sync.errors import WeightsCorrupt
-from weight_sync.manifest import Encoding, TensorEntry, checksum_of
-from weight_sync.tensor_file import ITEM_BYTES, TensorFile, header_of
+from weight_sync.manifest import ITEM_BYTES, Encoding, TensorEntry, TensorFile, WeightsCorrupt, checksum_of, header_of
 
 BLOCK_BYTES = 2**20
 """Of a tensor; small enough to stay in a core's cache. A multiple of the size of every value."""

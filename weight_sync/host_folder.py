@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.files import try_lock
-from weight_sync.errors import TransferFailed
+from weight_sync.manifest import TransferFailed
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,20 @@
-"""What a published version consists of: every tensor by name and dtype, and a checksum for each.
+"""What a published version consists of: files of tensors, every tensor by name and dtype, and a checksum for each; and
+what can go wrong with it.
 
 A manifest is JSON that a person can read. It is sealed: it carries the checksum of itself, so a
 half-written or edited one is refused. Two further hashes tie versions together: the architecture
 (names, dtypes, shapes) and the chain (this version's content on top of its parent's).
 
-A version holds the same tensors in every dtype that an engine asks for: its variants. This module
-needs no torch: the weight service uses it.
+A version holds the same tensors in every dtype that an engine asks for: its variants. Its files are in the safetensors
+format: they are written from the buffers that hold the tensors, back to back, and read as views of a memory map, with
+no copy. This module needs no torch: the weight service uses it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import mmap
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,17 +24,40 @@ import msgspec
 import numpy as np
 import xxhash
 
+from common.hf_folder import StoredTensor, pack_header, parse_header
 from common.staleness import PolicyVersion
-from weight_sync.errors import PublishFailed, WeightsCorrupt
-from weight_sync.tensor_file import ITEM_BYTES
 
 FORMAT_VERSION = 2
 _PIECE_BYTES = 2**20
 """Of a copy: it is still in the processor's cache when its checksum is taken."""
 MANIFEST_NAME = "manifest.json"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4}
+"""Bytes of one value, for every dtype that weights may have."""
+CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32"}
+"""What a header calls them."""
 
 Encoding = Literal["same", "xor", "raw"]
 """How a delta gives a tensor: it is the parent's; as a compressed XOR with the parent's bytes; or whole."""
+
+
+class WeightsError(Exception):
+    """Base of everything that can go wrong with published weights."""
+
+
+class WeightsCorrupt(WeightsError):
+    """What was read is not what was published: it was cut, changed or belongs to another version."""
+
+
+class WeightsGone(WeightsError):
+    """The version is not in the store: it was never committed, or retention has removed it."""
+
+
+class TransferFailed(WeightsError):
+    """The weight service did not answer in time, or refused; try again later."""
+
+
+class PublishFailed(WeightsError):
+    """A version could not be published; the previous one remains the newest."""
 
 
 class DeltaEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -274,6 +301,54 @@ def decode(data: bytes | memoryview, kind: type[Sealed], source: Path | str) -> 
         raise WeightsCorrupt(f"{source}: its content does not match its own checksum; it was changed or cut")
     _check_entries(document, source)
     return document
+
+
+def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a file: length, and name, dtype and shape of each tensor, in the order of their bytes."""
+    header: dict[str, StoredTensor] = {}
+    start = 0
+    for name, dtype, shape in tensors:
+        end = start + ITEM_BYTES[dtype] * math.prod(shape)
+        header[name] = StoredTensor(CODES[dtype], shape, start, end)
+        start = end
+    return pack_header(header)
+
+
+class TensorFile:
+    """A mapped safetensors file. Views of it stay valid after it is closed, as long as somebody holds them."""
+
+    def __init__(self, path: Path) -> None:
+        """Map a file and read its header; WeightsCorrupt if it is missing, cut, or no safetensors file."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as error:
+            raise WeightsCorrupt(f"{path}: missing, though the manifest names it") from error
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
+        self._data = memoryview(self._map)
+        try:
+            self._start, self.tensors = parse_header(self._data)
+        except ValueError as error:
+            raise WeightsCorrupt(f"{self.path}: not a readable safetensors file: {error}") from error
+
+    def view(self, name: str) -> memoryview:
+        """The bytes of a tensor, read-only; WeightsCorrupt if the file has no such tensor."""
+        facts = self.tensors.get(name)
+        if facts is None:
+            raise WeightsCorrupt(f"{self.path}: tensor '{name}' of the manifest is missing")
+        return self._data[self._start + facts.start : self._start + facts.end]
+
+    def close(self) -> None:
+        """Let go of the file; the map ends with the last view of it."""
+        self._data.release()
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _check_entries(document: Part | Manifest, source: Path | str) -> None:

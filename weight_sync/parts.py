@@ -13,9 +13,19 @@ from torch import Tensor
 
 from common.staleness import PolicyVersion
 from weight_sync.delta import encode_delta
-from weight_sync.manifest import DeltaEntry, Encoding, FileEntry, Part, TensorEntry, checksum_of, delta_name, file_name
+from weight_sync.manifest import (
+    ITEM_BYTES,
+    DeltaEntry,
+    Encoding,
+    FileEntry,
+    Part,
+    TensorEntry,
+    checksum_of,
+    delta_name,
+    file_name,
+    header_of,
+)
 from weight_sync.store import Buffers
-from weight_sync.tensor_file import ITEM_BYTES, header_of
 from weight_sync.tensors import DTYPES, host_bytes, pinned_memory
 
 _log = logging.getLogger(__name__)

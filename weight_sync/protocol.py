@@ -14,8 +14,7 @@ import msgspec
 
 from common.rpc.messages import DAMAGED, ROLES, Count, Message, Protocol, Refused, Role
 from common.staleness import PolicyVersion
-from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
-from weight_sync.manifest import FILE_NAME
+from weight_sync.manifest import FILE_NAME, PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
 
 MAX_CHUNK_BYTES = 64 * 2**20
 MAX_DOCUMENT_BYTES = 256 * 2**20

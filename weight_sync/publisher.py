@@ -28,8 +28,15 @@ from torch import Tensor
 from common.files import FULL
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
-from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.manifest import Manifest, Part, build_manifest
+from weight_sync.manifest import (
+    Manifest,
+    Part,
+    PublishFailed,
+    TransferFailed,
+    WeightsCorrupt,
+    WeightsGone,
+    build_manifest,
+)
 from weight_sync.parts import HostCopy, PartMaker
 from weight_sync.store import WeightStore
 from weight_sync.tensors import DTYPES

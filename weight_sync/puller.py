@@ -14,9 +14,8 @@ from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient, sees_folder
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import TransferFailed, WeightsCorrupt
 from weight_sync.host_folder import folder_for
-from weight_sync.manifest import Manifest
+from weight_sync.manifest import Manifest, TransferFailed, WeightsCorrupt
 from weight_sync.staging import HostStaging
 from weight_sync.store import StagedVersion, WeightStore
 

@@ -22,7 +22,7 @@ from common.rpc.messages import Done, Message, Refused, Working, checksum
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import TransferFailed, WeightsError
+from weight_sync.manifest import TransferFailed, WeightsError
 from weight_sync.service_store import ServedVersions, UploadReceiver
 from weight_sync.store import WeightStore
 

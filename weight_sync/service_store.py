@@ -30,11 +30,21 @@ from typing import BinaryIO
 from common.files import write_whole
 from common.staleness import PolicyVersion
 from weight_sync.delta import rebuild_file
-from weight_sync.errors import WeightsCorrupt, WeightsGone
-from weight_sync.manifest import Manifest, Part, TensorEntry, by_file, chain_of, decode, delta_name, part_name
+from weight_sync.manifest import (
+    Manifest,
+    Part,
+    TensorEntry,
+    TensorFile,
+    WeightsCorrupt,
+    WeightsGone,
+    by_file,
+    chain_of,
+    decode,
+    delta_name,
+    part_name,
+)
 from weight_sync.protocol import WholeFilesNeeded, upload_name, version_of
 from weight_sync.store import WeightStore, checked, read_manifest
-from weight_sync.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
 

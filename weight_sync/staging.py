@@ -29,11 +29,18 @@ from common.files import FULL, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.delta import rebuild_file
-from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.host_folder import HostFolder, is_at, lock_within, locked
-from weight_sync.manifest import MANIFEST_NAME, Manifest, TensorEntry, delta_name
+from weight_sync.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorEntry,
+    TensorFile,
+    TransferFailed,
+    WeightsCorrupt,
+    WeightsGone,
+    delta_name,
+)
 from weight_sync.store import READERS_LOCK, WeightStore, checked, remove_unless_read
-from weight_sync.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
 

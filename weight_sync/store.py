@@ -28,19 +28,22 @@ from typing import BinaryIO
 
 from common.files import temporary_beside, try_lock, write_whole
 from common.staleness import PolicyVersion
-from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import (
+    CODES,
     MANIFEST_NAME,
     Manifest,
     Part,
+    PublishFailed,
     TensorEntry,
+    TensorFile,
+    WeightsCorrupt,
+    WeightsGone,
     checksum_of,
     copied,
     decode,
     encode,
     part_name,
 )
-from weight_sync.tensor_file import CODES, TensorFile
 
 _NEWEST_NAME = "NEWEST"
 _STORE_NAME = "STORE"

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from common.staleness import PolicyVersion
-from weight_sync.manifest import Manifest, TensorEntry
+from weight_sync.manifest import ITEM_BYTES, Manifest, TensorEntry
 from weight_sync.store import WeightStore
-from weight_sync.tensor_file import ITEM_BYTES
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES if getattr(torch, name).is_floating_point}
 """In what weights may be published: name -> torch's dtype."""

@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload import (
 from common.hf_folder import tensors_in
 from common.process import DaemonThreads
 from common.staleness import PolicyVersion
-from weight_sync.errors import WeightsError
+from weight_sync.manifest import WeightsError
 from weight_sync.store import WeightStore
 from weight_sync.tensors import PinnedRoom, read_tensors
 from weight_sync.vllm_engine import REFUSED

@@ -12,8 +12,7 @@ import torch
 from common.staleness import PolicyVersion
 from tests.unit.published import publisher_of, read
 from weight_sync.delta import rebuild_file
-from weight_sync.errors import WeightsCorrupt, WeightsGone
-from weight_sync.manifest import delta_name, file_name
+from weight_sync.manifest import WeightsCorrupt, WeightsGone, delta_name, file_name
 from weight_sync.puller import Puller
 from weight_sync.store import WeightStore
 

@@ -15,11 +15,17 @@ from tests.faults.results import pick
 from tests.unit.published import publisher_of, pull, read, same
 from tests.world.waiting import bound, wait_until
 from weight_sync.delta import rebuild_file
-from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
-from weight_sync.manifest import MANIFEST_NAME, delta_name, file_name
+from weight_sync.manifest import (
+    MANIFEST_NAME,
+    PublishFailed,
+    TensorFile,
+    WeightsCorrupt,
+    WeightsGone,
+    delta_name,
+    file_name,
+)
 from weight_sync.puller import Puller
 from weight_sync.store import WeightStore
-from weight_sync.tensor_file import TensorFile
 from weight_sync.tensors import tensor_of
 
 DTYPE = "float32"

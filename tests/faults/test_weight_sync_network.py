@@ -16,8 +16,7 @@ from tests.weights_by_hand import RUN, Machine, assert_holds, publish, v
 from tests.world.waiting import bound, wait_until
 from weight_sync import staging as staging_file
 from weight_sync.client import WeightClient
-from weight_sync.errors import TransferFailed
-from weight_sync.manifest import Manifest, file_name
+from weight_sync.manifest import Manifest, TransferFailed, file_name
 from weight_sync.puller import Puller, open_puller
 from weight_sync.staging import HostStaging
 from weight_sync.store import StagedVersion, WeightStore

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.published import publisher_of, pull, same, v
 from weight_sync.delta import rebuild_file
-from weight_sync.errors import WeightsCorrupt
-from weight_sync.manifest import MANIFEST_NAME, delta_name, file_name
+from weight_sync.manifest import MANIFEST_NAME, WeightsCorrupt, delta_name, file_name
 from weight_sync.store import WeightStore
 
 DTYPES = ("float32", "bfloat16")

@@ -8,8 +8,7 @@ from hypothesis.extra import numpy as arrays
 
 from weight_sync import delta
 from weight_sync.delta import decode_delta, encode_delta
-from weight_sync.errors import WeightsCorrupt
-from weight_sync.manifest import checksum_of
+from weight_sync.manifest import WeightsCorrupt, checksum_of
 
 ITEM_BYTES = st.sampled_from([2, 4, 8])
 

@@ -29,7 +29,7 @@ from common.staleness import PolicyVersion
 from tests.world.reward_callers import TASK, InThisProcess
 from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import TransferFailed, WeightsCorrupt
+from weight_sync.manifest import TransferFailed, WeightsCorrupt
 
 K = 4
 

@@ -14,8 +14,7 @@ import torch
 from tests.unit.published import PART, flip_last_byte, publisher_of, v
 from weight_sync import parts
 from weight_sync.delta import decode_delta, encode_delta, rebuild_file
-from weight_sync.errors import WeightsCorrupt
-from weight_sync.manifest import Encoding, delta_name
+from weight_sync.manifest import Encoding, WeightsCorrupt, delta_name
 from weight_sync.store import WeightStore
 
 DELTA = delta_name(PART)

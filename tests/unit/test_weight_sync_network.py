@@ -8,8 +8,7 @@ import pytest
 from tests.weights_by_hand import RUN, Machine, assert_holds, damage, publish, upload_sink, v
 from weight_sync.client import WeightClient, open_sink
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.manifest import delta_name, file_name
+from weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, delta_name, file_name
 from weight_sync.puller import Puller, open_puller
 from weight_sync.staging import HostStaging
 from weight_sync.store import WeightStore

@@ -11,9 +11,8 @@ from tests.weights_by_hand import Machine, assert_holds, damage, publish, v
 from weight_sync import host_folder
 from weight_sync import staging as staging_file
 from weight_sync.client import WeightClient, loopback_hint
-from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
-from weight_sync.manifest import delta_name, file_name
+from weight_sync.manifest import TransferFailed, delta_name, file_name
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")

@@ -15,8 +15,7 @@ from common.rpc.messages import ROLES, Asker, Envelope, Protocol, Refused, Role
 from tests.weights_by_hand import RUN, Machine, assert_holds, make_part, publish, v, weights
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.manifest import encode, file_name
+from weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, encode, file_name
 from weight_sync.puller import open_puller
 from weight_sync.service import WeightService
 from weight_sync.service_store import MAX_OLD, ServedVersions

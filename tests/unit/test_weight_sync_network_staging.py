@@ -14,9 +14,8 @@ import pytest
 
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, v, weights
 from weight_sync import host_folder
-from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.host_folder import HostFolder, folder_for, lock_within, locked
-from weight_sync.manifest import MANIFEST_NAME, build_manifest, file_name
+from weight_sync.manifest import MANIFEST_NAME, TransferFailed, WeightsCorrupt, WeightsGone, build_manifest, file_name
 from weight_sync.puller import Puller
 from weight_sync.store import StagedVersion, WeightStore
 

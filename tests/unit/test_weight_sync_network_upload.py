@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, upload_sink, v, weights
-from weight_sync.errors import PublishFailed, TransferFailed
-from weight_sync.manifest import build_manifest, file_name
+from weight_sync.manifest import PublishFailed, TransferFailed, build_manifest, file_name
 from weight_sync.publisher import Publisher
 from weight_sync.puller import Puller
 from weight_sync.service_store import UploadReceiver

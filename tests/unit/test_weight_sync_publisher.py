@@ -16,7 +16,7 @@ from common.staleness import PolicyVersion
 from tests.unit.published import PART, publish, publisher_of, read, same, v, weights
 from tests.world.waiting import wait_until
 from weight_sync import parts
-from weight_sync.errors import PublishFailed, TransferFailed
+from weight_sync.manifest import PublishFailed, TransferFailed
 from weight_sync.publisher import NUM_COPIES, Publisher
 from weight_sync.store import WeightStore
 

@@ -8,14 +8,16 @@ import msgspec
 import pytest
 
 from tests.unit.published import DTYPE, PART, publish, publisher_of, pull, read, same, v, weights
-from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import (
     MANIFEST_NAME,
     DeltaEntry,
     FileEntry,
     Manifest,
     Part,
+    PublishFailed,
     TensorEntry,
+    WeightsCorrupt,
+    WeightsGone,
     build_manifest,
     chain_of,
     decode,
