@@ -28,6 +28,7 @@ _USERS_NAME = "users.lock"
 _SHM = Path("/dev/shm")
 """A folder of mode 0700 is made in it, and checked."""
 _OPEN_S = 10.0
+_POLL_S = 0.02
 _DEAD = ".dead"
 """Ends the name of a folder that is being removed."""
 
@@ -35,14 +36,7 @@ _DEAD = ".dead"
 class HostFolder:
     """A folder that exists while somebody uses it."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        kin: str = "leeway-{user}-.*",
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, path: Path, *, kin: str = "leeway-{user}-.*") -> None:
         """Make it, or join its users; remove the folders of its kind, beside it, that nobody uses.
 
         `kin` is a regular expression for the names of its kind, in which `{user}` is the number of this user.
@@ -51,14 +45,14 @@ class HostFolder:
             TransferFailed: it cannot be made, or belongs to somebody else.
         """
         self.path = path
-        deadline = clock() + _OPEN_S
+        deadline = time.monotonic() + _OPEN_S
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(path, re.compile(kin.format(user=os.geteuid())))
             while (users := _join(path)) is None:
-                if clock() >= deadline:
+                if time.monotonic() >= deadline:
                     raise TransferFailed(f"{path} is being removed by another process for {_OPEN_S:g} s")
-                pause(0.01)
+                time.sleep(_POLL_S)
         except OSError as error:
             raise TransferFailed(
                 f"{path} cannot be used to keep fetched weights ({error}). Set [weight_sync] staging_dir to a folder "
@@ -67,7 +61,10 @@ class HostFolder:
         self._users: BinaryIO = users
 
     def is_there(self) -> bool:
-        """Is it still the folder that was joined? Others remove such folders: tmpfiles, or systemd's RemoveIPC."""
+        """Is it still the folder that was joined? Others remove such folders: tmpfiles, or systemd's RemoveIPC.
+
+        Where it is not, close this, and make another.
+        """
         return is_at(self._users, self.path / _USERS_NAME)
 
     def close(self) -> None:
@@ -143,9 +140,6 @@ def _sweep(mine: Path, kin: re.Pattern[str]) -> None:
 def _size_of(folder: Path) -> int:
     facts = os.statvfs(folder)
     return facts.f_blocks * facts.f_frsize
-
-
-_POLL_S = 0.02
 
 
 def lock_within(

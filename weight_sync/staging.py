@@ -20,7 +20,6 @@ import errno
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -59,18 +58,10 @@ class _Ousted(TransferFailed):
     """This process was stopped while it fetched, and another one has taken over."""
 
 
-class HostStaging:
+class HostStaging(HostFolder):
     """The folder of a machine. Any number of processes and threads use it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        who: str,
-        patience_s: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, folder: Path, *, who: str, patience_s: float = 30.0) -> None:
         """Join the users of a folder of `host_folder.folder_for`; those that wait for this process know it as `who`.
 
         Another process that fetches and does not get on is waited for `patience_s`, before this one does.
@@ -78,14 +69,12 @@ class HostStaging:
         Raises:
             TransferFailed: the folder cannot be used.
         """
-        self._folder = HostFolder(folder, clock=clock, pause=pause)
+        super().__init__(folder)
         self.store = WeightStore(folder)
         self._locks = folder / "locks"
         self._locks.mkdir(exist_ok=True)
         self._who = who
         self._patience_s = patience_s
-        self._clock = clock
-        self._pause = pause
 
     def stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> BinaryIO:
         """Have a version here, in one dtype, every tensor checked; closing the lock returned lets it go again.
@@ -120,14 +109,6 @@ class HostStaging:
         """What is here of a version may no longer be as published: whatever stages it next reads all of it again."""
         with contextlib.suppress(OSError):
             _marker(self.store, version, dtype).unlink()
-
-    def is_there(self) -> bool:
-        """False once somebody else has removed the folder: close this then, and make another."""
-        return self._folder.is_there()
-
-    def close(self) -> None:
-        """Leave the folder; the last one removes it. May be called twice."""
-        self._folder.close()
 
     def _stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> BinaryIO:
         for older, older_document in self._way_to(client, manifest, dtype):
@@ -189,8 +170,6 @@ class HostStaging:
             who=self._who,
             what=f"version {path.name} in {self.store.folder}",
             progress=progress,
-            clock=self._clock,
-            pause=self._pause,
         )
 
     def _oust(self, path: Path, waited_for: int | None, folder: Path, error: TransferFailed) -> None:
