@@ -8,11 +8,9 @@ is sealed with is in `buffer.transaction`.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -25,7 +23,7 @@ from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import TABLES, Table, Transaction
-from common.files import FULL, sync
+from common.files import FULL, sync, try_lock
 from common.run import RunFacts
 
 log = logging.getLogger(__name__)
@@ -340,11 +338,7 @@ def own(folder: Path) -> int:
         lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StoreError(f"the buffer's folder {folder} cannot be used: {error}. Check its path and rights") from error
-    deadline = time.monotonic() + _OWN_RETRY_S
-    while not _try_lock(lock):
-        if time.monotonic() < deadline:
-            time.sleep(0.02)
-            continue
+    if not try_lock(lock, limit_s=_OWN_RETRY_S):
         owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
         os.close(lock)
         raise StoreError(
@@ -356,14 +350,6 @@ def own(folder: Path) -> int:
     return lock
 
 
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def is_served(folder: Path) -> bool:
     """Does a process own the folder now?"""
     try:
@@ -371,12 +357,9 @@ def is_served(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(lock, shared=True)
     finally:
         os.close(lock)
-    return False
 
 
 def _difference(theirs: str, mine: str) -> str:
