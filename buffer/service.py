@@ -72,10 +72,8 @@ Arrival = Asked | Malformed | Unserved
 
 
 class _Parked(NamedTuple):
-    """A draw that waits."""
+    """A draw that waits, among others by who asked for it, and the number of its request."""
 
-    identity: bytes
-    request_id: int
     request: p.DrawRequest
     deadline: float
 
@@ -209,7 +207,7 @@ class BufferService:
             self._senders.blame(*blame)
         self._stages.end("commit")
         for outgoing in outbox:
-            self._send(outgoing)
+            self._rpc.answer(*outgoing)
         self._stages.end("acknowledge")
 
     def _turn_away(self, arrivals: list[Arrival]) -> list[Asked]:
@@ -224,11 +222,11 @@ class BufferService:
                     self._unwritten.append(SetAside(reason, sender, bytes(data[:MAX_QUARANTINED_BYTES])))
                     self._senders.blame(sender, f"set aside: {reason}")
                     if refused is not None:
-                        self._send(_Outgoing(identity, request_id, refused, b""))
+                        self._rpc.answer(identity, request_id, refused)
                 case Unserved(identity, request_id, refused, peer):
                     sender = self._senders.name(identity, peer)
                     if refused.kind == p.RETRY or not self._senders.is_flooding(sender):
-                        self._send(_Outgoing(identity, request_id, refused, b""))
+                        self._rpc.answer(identity, request_id, refused)
                     if refused.kind != p.RETRY:
                         self._senders.blame(sender, refused.reason)
                 case _:
@@ -322,7 +320,7 @@ class BufferService:
                 answer = self._core.draw_timed_out(tx, waiting.request, self._pushes_wait_for(now))
             if answer is not None:
                 del parked[key]
-                outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
+                outbox.append(_Outgoing(*key, *answer))
         self._stages.end("index")
         return _Answers(outbox, parked, blames)
 
@@ -384,7 +382,7 @@ class BufferService:
             if (earlier.request.step, earlier.request.incarnation) == (message.step, message.incarnation):
                 del parked[key]  # asked over a connection that is gone
         deadline = self._clock() + min(max(message.wait_s, 0.0), 3600.0)
-        parked[identity, request_id] = _Parked(identity, request_id, message, deadline)
+        parked[identity, request_id] = _Parked(message, deadline)
         return None
 
     def _completed(self, message: p.Request, reply: p.Reply) -> p.Reply:
@@ -405,11 +403,6 @@ class BufferService:
             return self._core.try_draw(tx, request)
         except BufferRefused as error:
             return p.Refused(str(error)), b""
-
-    def _send(self, outgoing: _Outgoing) -> None:
-        failure = self._rpc.answer(*outgoing)
-        if failure is not None:  # what it asked for is done
-            log.info("a reply (%s) could not be delivered: %s", type(outgoing.reply).__name__, failure)
 
 
 class Credits:

@@ -108,7 +108,7 @@ class WeightService:
         for key, job in list(self._jobs.items()):
             if job.future.done():
                 del self._jobs[key]
-                self._send(job.identity, job.request_id, _outcome(job.future.exception()))
+                self._rpc.answer(job.identity, job.request_id, *_outcome(job.future.exception()))
         self._served.expire()
 
     def close(self) -> None:
@@ -123,14 +123,14 @@ class WeightService:
             case Request():
                 answer = self._answer(arrival)
                 if answer is not None:
-                    self._send(arrival.identity, arrival.request_id, answer)
+                    self._rpc.answer(arrival.identity, arrival.request_id, *answer)
             case Malformed(identity, request_id, reason, _, reply, peer):
                 self._complain(f"dropped a message that is none of ours, or was damaged on its way: {reason}", peer)
                 if reply is not None:
-                    self._send(identity, request_id, (reply, b""))
+                    self._rpc.answer(identity, request_id, reply)
             case Unserved(identity, request_id, reply, peer):
                 self._complain(f"refused: {reply.reason}", peer)
-                self._send(identity, request_id, (reply, b""))
+                self._rpc.answer(identity, request_id, reply)
 
     def _complain(self, what: str, peer: str) -> None:
         now = self._clock()
@@ -189,11 +189,6 @@ class WeightService:
         future = self._worker.submit(work, memoryview(bytes(request.body)))
         self._jobs[key] = _Job(request.identity, request.request_id, future)
         return None
-
-    def _send(self, identity: bytes, request_id: int, answer: Answer) -> None:
-        failure = self._rpc.answer(identity, request_id, *answer)
-        if failure is not None:
-            log.info("an answer (%s) could not be delivered: %s", type(answer[0]).__name__, failure)
 
 
 def _outcome(error: BaseException | None) -> Answer:

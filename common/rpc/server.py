@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import stat
@@ -24,6 +25,8 @@ import zmq
 from common.files import write_durably
 from common.rpc.auth import LOOPBACK, Doorkeeper, ServiceKeys
 from common.rpc.messages import DAMAGED, Asker, Message, Protocol, Refused, checksum
+
+log = logging.getLogger(__name__)
 
 BIND_RETRY_S = 5.0
 _MAX_FRAMES = 3
@@ -244,18 +247,15 @@ class RpcServer:
             return Unserved(identity, number, Refused(reason), peer)
         return Request(identity, number, message, body, asker, peer)
 
-    def answer(
-        self, identity: bytes, request_id: int, reply: Message, body: bytes | memoryview = b""
-    ) -> zmq.ZMQError | None:
-        """Answer a client. It may be gone, or not read: then it will ask again, and this returns why; else None."""
+    def answer(self, identity: bytes, request_id: int, reply: Message, body: bytes | memoryview = b"") -> None:
+        """Answer a client. It may be gone, or not read: what it asked for is done, and it will ask again."""
         header = self._protocol.encode(request_id, reply, body, run_id=self._run_id)
         try:
             self._socket.send_multipart([identity, header, *([body] if len(body) else [])], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            return error
-        return None
+            log.info("an answer (%s) could not be delivered: %s", type(reply).__name__, error)
 
     def close(self) -> None:
         """Give the address back. May be called twice."""

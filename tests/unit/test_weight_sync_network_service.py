@@ -270,13 +270,13 @@ def test_a_slow_link_is_not_cut_again_and_again(machine: Machine):
     """Each answer takes longer than the silence after which a client connects anew."""
     publish(machine.folder, 0)
     client = machine.client(silence_s=0.05, timeout_s=60.0)
-    send = machine.service._send
+    send = machine.service._rpc.answer
 
     def slowly(*arguments) -> None:
         time.sleep(0.4)
         send(*arguments)
 
-    machine.service._send = slowly
+    machine.service._rpc.answer = slowly
     assert client.newest() == v(0)
 
 
