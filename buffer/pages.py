@@ -64,21 +64,16 @@ class _Nodes(NamedTuple):
     key_size: Pages
 
 
-class Structure(NamedTuple):
-    """What `check` found in order."""
-
-    num_pages: int
-    num_free: int
-    """Pages that hold nothing: the file's slack."""
-
-
-def check(data: Path, *, deep: bool = False) -> Structure:
+def check(data: Path, *, deep: bool = False) -> int:
     """Walk the file, which nothing may write to meanwhile.
 
     Args:
         data: the LMDB file.
         deep: follow long values too, and account for every page. Else only branches, leaves and the free
             list are read: a small part of the file, so that it can be done at every start.
+
+    Returns:
+        How many pages it has, free ones too.
 
     Raises:
         StoreError: the file is cut off or damaged; names the page.
@@ -91,7 +86,7 @@ class _Walk:
         self._data = data
         self._deep = deep
 
-    def check(self) -> Structure:
+    def check(self) -> int:
         older, newest = self._metas()
         # LMDB never writes pages that it took and gave back in one transaction, so those at the end may be missing.
         num_pages = newest.num_pages
@@ -111,7 +106,8 @@ class _Walk:
             tree = _Tree._make(_TREE_FORMAT.unpack(self._bytes(at, size)))
             for _ in self._walk(tree, f"table at byte {at}", _PLAIN_FLAGS):
                 pass
-        return Structure(num_pages, self._account(freed))
+        self._account(freed)
+        return num_pages
 
     def _metas(self) -> tuple[_Meta, _Meta]:
         """The two meta pages, the newest last; they must be of neighbouring transactions."""
@@ -243,20 +239,17 @@ class _Walk:
                 value = int(self._unaligned(np.array([value]))[0]) * self._page_size + _HEADER
             yield value, size
 
-    def _account(self, freed: list[tuple[int, int]]) -> int:
-        """Every page is in use or free, and none is both; returns how many are free."""
-        num_free = 0
+    def _account(self, freed: list[tuple[int, int]]) -> None:
+        """Every page is in use or free, and none is both."""
         for at, size in freed:
             pages = np.frombuffer(self._bytes(at, size), np.int64)
             if not len(pages) or len(pages) <= pages[0] or pages[0] < 0:
                 raise self._damaged(f"has a free list at byte {at} that is none")
             listed = pages[1 : pages[0] + 1]
-            num_free += len(listed)
             self._use(listed, "free list", written=False)
         if self._deep and (lost := int((self._uses == 0).sum())):
             first = int(np.flatnonzero(self._uses == 0)[0])
             raise self._damaged(f"has {lost} pages that are neither in use nor free, the first of them {first}")
-        return num_free
 
     def _use(self, pages: Pages, name: str, *, written: bool = True) -> None:
         if written:

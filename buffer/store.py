@@ -114,7 +114,6 @@ class Store:
                     raise
         try:
             self._env = self._environment(max(first_map_size, size))
-            self._page_size = int(self._env.stat()["psize"])
             try:
                 meta = self._table("meta")
             except lmdb.NotFoundError:
@@ -227,7 +226,7 @@ class Store:
         undo: list[Callable[[], None]] = []
         try:
             with self._env.begin(write=True, buffers=True) as txn:
-                tx = Transaction(txn, self._dbs, page_size=self._page_size, caches=True)
+                tx = Transaction(txn, self._dbs, caches=True)
                 undo = tx.undo
                 result = change(tx)
                 tx.flush()
@@ -260,7 +259,7 @@ class Store:
         Raises:
             CorruptRecord: what it looks at is damaged.
         """
-        return self._look(lambda txn: look(Transaction(txn, self._dbs, page_size=self._page_size, caches=False)))
+        return self._look(lambda txn: look(Transaction(txn, self._dbs, caches=False)))
 
     def _look(self, look: Callable[[lmdb.Transaction], T]) -> T:
         try:

@@ -159,10 +159,10 @@ class Table(Generic[V]):
         return int(self._txn.stat(self._db)["entries"])
 
     @property
-    def num_pages(self) -> int:
-        """Pages of the file that the table's rows fill."""
+    def size_bytes(self) -> int:
+        """Of the pages of the file that the table's rows fill."""
         stat = self._txn.stat(self._db)
-        return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+        return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
 
     def all_keys(self, first: int = 0) -> Iterator[tuple[int, ...]]:
         """Integer keys, ascending from `first`. The table must not change while they are read."""
@@ -281,8 +281,7 @@ class Transaction:
     """(group, sample index) -> a block of one row, as those of `records`, of what there is of it."""
     quarantine: Table[bytes]
 
-    def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, page_size: int, caches: bool) -> None:
-        self._page_size = page_size
+    def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, caches: bool) -> None:
         self._tables: list[Table[Any]] = [Table(name, txn, dbs[name], caches=caches) for name in TABLES]
         for name, table in zip(TABLES, self._tables, strict=True):
             setattr(self, name, table)
@@ -333,4 +332,4 @@ class Transaction:
     @property
     def live_bytes(self) -> int:
         """Bytes of the file that hold rows; what is beyond them is free to be used again."""
-        return self._page_size * sum(table.num_pages for table in self._tables)
+        return sum(table.size_bytes for table in self._tables)

@@ -43,7 +43,6 @@ class Environment:
         self._folder = tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None)
         self._env = lmdb.open(self._folder.name, map_size=2**28, max_dbs=len(TABLES), sync=False)
         self._dbs = {name: self._env.open_db(name.encode()) for name in TABLES}
-        self._page_size = int(self._env.stat()["psize"])
 
     def begin(self) -> lmdb.Transaction:
         """A write transaction; the caller aborts it."""
@@ -51,7 +50,7 @@ class Environment:
 
     def turn(self, txn: lmdb.Transaction) -> Transaction:
         """What the service opens for one turn."""
-        return Transaction(txn, self._dbs, page_size=self._page_size, caches=True)
+        return Transaction(txn, self._dbs, caches=True)
 
     def close(self) -> None:
         """Remove it."""

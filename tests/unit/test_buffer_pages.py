@@ -54,12 +54,12 @@ def test_a_file_that_lacks_its_last_pages_because_they_are_free_passes(tmp_path)
                         txn.put(b"%d" % len(sizes), bytes(size), db=table)
         last = environment.info()["last_pgno"]
     assert data.stat().st_size < (last + 1) * PAGE
-    assert pages.check(data, deep=True).num_pages == last + 1
+    assert pages.check(data, deep=True) == last + 1
 
 
 def test_a_new_store_that_holds_nothing_passes(tmp_path):
     lmdb.open(str(tmp_path)).close()
-    assert pages.check(tmp_path / "data.mdb").num_pages == 2
+    assert pages.check(tmp_path / "data.mdb") == 2
 
 
 def in_use(data) -> list[int]:
