@@ -318,20 +318,12 @@ class BufferClient:
         plan: Mapping[int, int] | None = None,
     ) -> Future[Draw]:
         """Ask for the batch of a step, or for a part of it; answered within `wait_s`, ready or not."""
-
-        def drawn(answer: Answer) -> Draw:
-            return Draw(**msgspec.structs.asdict(_expect(answer, p.DrawReply)), body=answer.body)
-
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {}))
-        return self._then(self._transport.submit(request, wait_s=wait_s), drawn)
+        return self._ask_with_body(request, p.DrawReply, Draw, wait_s)
 
     def take_unscored(self, max_tokens: int) -> Future[Unscored]:
         """Ask for samples to score, of so many tokens together at most, but of one group at least; or none."""
-
-        def taken(answer: Answer) -> Unscored:
-            return Unscored(_expect(answer, p.UnscoredReply).record_ids, body=answer.body)
-
-        return self._then(self._transport.submit(p.TakeUnscored(max_tokens)), taken)
+        return self._ask_with_body(p.TakeUnscored(max_tokens), p.UnscoredReply, Unscored)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
         """Store reference log-probabilities (one array per record, one value per completion token).
@@ -368,11 +360,7 @@ class BufferClient:
 
     def visits(self) -> Future[list[Visits]]:
         """Ask what is known of the lengths of answers to prompts that groups were seen of; there is one answer."""
-
-        def told(answer: Answer) -> list[Visits]:
-            return [Visits(**msgspec.structs.asdict(_expect(answer, p.VisitsReply)), body=answer.body)]
-
-        return self._then(self._transport.submit(p.VisitsRequest()), told)
+        return self._then(self._ask_with_body(p.VisitsRequest(), p.VisitsReply, Visits), lambda visits: [visits])
 
     def expect(self, means: npt.NDArray[np.float32], variance: float) -> Future[p.Done]:
         """Say what prompts are like that no group was seen of: of each prompt, by its id, and how far they differ."""
@@ -387,6 +375,16 @@ class BufferClient:
 
     def _ask(self, message: p.Request, kind: type[M], body: bytes | memoryview = b"") -> Future[M]:
         return self._then(self._transport.submit(message, body), lambda answer: _expect(answer, kind))
+
+    def _ask_with_body(
+        self, message: p.Request, reply: type[M], whole: Callable[..., R], wait_s: float = 0.0
+    ) -> Future[R]:
+        """As `_ask`, of what `whole` makes of the fields of the reply and its body."""
+
+        def read(answer: Answer) -> R:
+            return whole(**msgspec.structs.asdict(_expect(answer, reply)), body=answer.body)
+
+        return self._then(self._transport.submit(message, wait_s=wait_s), read)
 
     def _then(self, sent: Future[A], read: Callable[[A], R]) -> Future[R]:
         """A future of what `read` makes of the reply."""
@@ -418,9 +416,6 @@ class BufferClient:
             request = p.LeaseRequest(self.name, self._epoch, self._next_request, *wish)
             self._next_request += 1
 
-        def granted(answer: Answer) -> Granted:
-            return Granted(**msgspec.structs.asdict(_expect(answer, p.LeaseGrant)), body=answer.body)
-
         def answered(grant: Future[Granted]) -> None:
             with self._lock:
                 self._lease_in_flight = False
@@ -429,7 +424,7 @@ class BufferClient:
             self._send_next_lease()
 
         try:
-            sent = self._then(self._transport.submit(request), granted)
+            sent = self._ask_with_body(request, p.LeaseGrant, Granted)
         except BufferUnavailable as closed:
             self._fail_waiting([(wish, future)], closed)
             return
