@@ -39,8 +39,9 @@ class SetAside(NamedTuple):
 
     reason: str
     sender: str
-    """'' in stores of earlier releases."""
+    """Who sent it, as far as it is known; '' in stores of earlier releases."""
     data: bytes
+    """Its first bytes: of one row as a record, or of a message that no row could be read from."""
 
     @classmethod
     def of(cls, value: bytes) -> SetAside:

@@ -18,7 +18,6 @@ from common.rpc.messages import RETRY as RETRY
 from common.rpc.messages import ROLES, Count, Message, Protocol, Role
 from common.rpc.messages import Done as Done
 from common.rpc.messages import Refused as Refused
-from common.rpc.messages import checksum as checksum
 
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 """An incarnation; -1 before the first."""

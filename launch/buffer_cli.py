@@ -21,6 +21,7 @@ import numpy as np
 from buffer.dispatch import rate_of
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
+from buffer.nonsense import SetAside
 from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
 from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store, compact
@@ -229,11 +230,10 @@ def listing(groups: Iterable[GroupView]) -> Iterator[str]:
     yield f"{num_groups} groups, {samples}, {num_tokens} tokens, mean reward {_number(mean)}"
 
 
-def quarantine_line(entry: Quarantined) -> str:
+def quarantine_line(found: Quarantined) -> str:
     """One line of `ls --quarantine`."""
-    name = str(entry.number) if not entry.shard else f"{entry.shard}:{entry.number}"
-    sender = f", from {printable(entry.sender, _WIDTH)}" if entry.sender else ""
-    return f"{name:>8} {len(entry.data):>6}  {printable(entry.reason, _WIDTH)}{sender}"
+    name = str(found.number) if not found.shard else f"{found.shard}:{found.number}"
+    return f"{name:>8} {len(found.entry.data):>6}  {_why(found.entry)}"
 
 
 def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None = None) -> Iterator[str]:
@@ -259,19 +259,24 @@ def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None =
             yield from _all_columns(batch.slice(i, 1).to_pylist()[0])
 
 
-def quarantined_in_full(entry: Quarantined) -> Iterator[str]:
+def quarantined_in_full(found: Quarantined) -> Iterator[str]:
     """`show --quarantined`: the reason, and the row where one can be read, else the first bytes."""
-    sender = f", from {printable(entry.sender, _WIDTH)}" if entry.sender else ""
-    yield f"quarantined {entry.number}: {printable(entry.reason, _WIDTH)}{sender}; {len(entry.data)} bytes are kept"
-    row = read_row(entry.data)
+    data = found.entry.data
+    yield f"quarantined {found.number}: {_why(found.entry)}; {len(data)} bytes are kept"
+    row = read_row(data)
     if row is not None:
         yield from _all_columns(row, _MAX_QUARANTINED_VALUE)
         return
     yield "  no row can be read from it; its first bytes:"
-    for start in range(0, min(len(entry.data), _FIRST_BYTES), 16):
-        part = entry.data[start : start + 16]
+    for start in range(0, min(len(data), _FIRST_BYTES), 16):
+        part = data[start : start + 16]
         seen = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
         yield f"  {start:>6}  {part.hex(' '):<47}  {seen}"
+
+
+def _why(entry: SetAside) -> str:
+    sender = f", from {printable(entry.sender, _WIDTH)}" if entry.sender else ""
+    return printable(entry.reason, _WIDTH) + sender
 
 
 def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decode) -> Iterator[str]:

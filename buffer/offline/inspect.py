@@ -25,7 +25,7 @@ from buffer import rows
 from buffer.dispatch import Tries
 from buffer.errors import CorruptRecord
 from buffer.nonsense import SetAside
-from buffer.schema import SCHEMA, join_rows
+from buffer.schema import all_rows, join_rows
 from buffer.sharding.division import buffer_folder, refuse_gaps, store_folders
 from buffer.store import RESTORE, Store
 from buffer.tables import NO_RECORD, Group, StoreState
@@ -114,11 +114,7 @@ class Quarantined(NamedTuple):
 
     shard: int
     number: int
-    reason: str
-    data: bytes
-    """Its first bytes: of one row as a record, or of a message that no row could be read from."""
-    sender: str = ""
-    """Who sent it, as far as it is known."""
+    entry: SetAside
 
 
 class Totals(NamedTuple):
@@ -250,10 +246,7 @@ class Inspection:
         for store in self.stores:
             if store.facts.shard == shard:
                 value = look_at(store, lambda tx: tx.quarantine.get(number))
-                if value is None:
-                    return None
-                entry = SetAside.of(value)
-                return Quarantined(shard, number, entry.reason, entry.data, entry.sender)
+                return None if value is None else Quarantined(shard, number, SetAside.of(value))
         return None
 
 
@@ -275,8 +268,7 @@ def read_row(data: bytes) -> dict[str, Any] | None:
     if (int.from_bytes(data[:4], "little"), int.from_bytes(data[4:8], "little")) != (SCHEMA_VERSION, 1):
         return None
     try:
-        columns = rows.decode([data])
-        batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+        batch = all_rows([data])
         batch.validate()  # the bounds of its arrays, before anyone asks what they hold
         batch.validate(full=True)
         found: list[dict[str, Any]] = batch.to_pylist()

@@ -80,11 +80,8 @@ def recount(tx: Transaction) -> dict[str, int]:
     found: Counter[str] = Counter(tx.state.retired)
     for (group_id,) in tx.groups.all_keys():
         group = tx.groups.require(group_id)
-        found["issued"] += group.issued
-        found["failed"] += group.failed
-        found["handed_on"] += group.handed_on
+        found.update(group.tallies())
         found["in_flight"] += len(group.in_flight())
-        found.update(state for state in group.sample_states if state in COMMITTED_STATES)
     found["committed"] = sum(found[state] for state in COMMITTED_STATES)
     return {name: found[name] for name in COUNTS}
 

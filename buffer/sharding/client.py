@@ -191,8 +191,6 @@ class ShardedClient:
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
         """Store reference log-probabilities, each in the shard of its record."""
-        if len(record_ids) != len(logprobs):
-            raise ValueError(f"write_scores got {len(record_ids)} records but {len(logprobs)} arrays")
         of_shard: dict[int, tuple[list[int], list[npt.NDArray[np.float32]]]] = {}
         for record, array in zip(record_ids, logprobs, strict=True):
             records, arrays = of_shard.setdefault(record % len(self._shards), ([], []))

@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.nonsense import MAX_QUARANTINED_BYTES
+from buffer.nonsense import MAX_QUARANTINED_BYTES, SetAside
 from buffer.offline.inspect import Quarantined, read_row
 from launch.buffer_cli import quarantine_line, quarantined_in_full
 from tests.world.buffer import block_of, make_trajectory
@@ -22,8 +22,12 @@ def one_row(**columns):
     return pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
 
 
+def quarantined(reason, data):
+    return Quarantined(0, 1, SetAside(reason, "", data))
+
+
 def shown(data):
-    return list(quarantined_in_full(Quarantined(0, 1, "body", data[:MAX_QUARANTINED_BYTES])))
+    return list(quarantined_in_full(quarantined("body", data[:MAX_QUARANTINED_BYTES])))
 
 
 def test_a_row_is_read():
@@ -49,10 +53,10 @@ def test_long_values_and_reasons_are_cut_and_say_so():
     batch = schema.to_batch([make_trajectory(LEASE, 0, seq=0)], "r")
     long = block_of(one_row(columns=["x" * 60_000]))
     assert "and 58000 more characters" in " ".join(shown(long))
-    lines = list(quarantined_in_full(Quarantined(0, 1, "r\x1b" * 10_000, block_of(batch))))
+    lines = list(quarantined_in_full(quarantined("r\x1b" * 10_000, block_of(batch))))
     assert max(map(len, lines)) < 500
     assert "\x1b" not in lines[0]
-    assert len(quarantine_line(Quarantined(0, 1, "r" * 10_000, b""))) < 500
+    assert len(quarantine_line(quarantined("r" * 10_000, b""))) < 500
 
 
 def test_no_bytes_make_it_fail():
