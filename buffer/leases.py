@@ -197,7 +197,8 @@ class Leases:
         """Samples of a lease will not come. What is no longer missing is left alone: it is safe to say twice."""
         group = self.held_by(tx, request)
         if group is not None:
-            given_up = [index for index in group.in_flight() if index in request.sample_indices]
+            asked = set(request.sample_indices)
+            given_up = [index for index in group.in_flight() if index in asked]
             self._groups.fail(tx, group, given_up, request.reason or "given up")
             self._groups.settle(tx, group)
 

@@ -44,7 +44,8 @@ class Partials:
         group = self._leases.held_by(tx, message)
         if group is None:
             return
-        left = [index for index in group.in_flight() if index in message.sample_indices]
+        asked = set(message.sample_indices)
+        left = [index for index in group.in_flight() if index in asked]
         self._store(tx, group, message, left, batch)
         if message.goes_on:
             self._groups.save(tx, group)
@@ -85,18 +86,16 @@ class Partials:
         self, tx: Transaction, group: Group, message: HandOn, left: Sequence[int], batch: pa.RecordBatch
     ) -> None:
         facts, state = self._facts, tx.state
+        asked, still_left = set(message.sample_indices), set(left)
         known = known_versions(state, updates_per_step=facts.updates_per_step, may_be_behind=self._may_be_behind)
         bad, as_bytes = faults(batch, facts, known, ends=(HANDED_ON,)), RowBytes(batch)
         for place, row in enumerate(rows_of(batch)):
             of = row.group_id, row.lease_id, row.attempt
-            if (
-                of != (group.group_id, message.lease_id, message.attempt)
-                or row.sample_index not in message.sample_indices
-            ):
+            if of != (group.group_id, message.lease_id, message.attempt) or row.sample_index not in asked:
                 bad.setdefault(place, "not of a sample that is handed on")
             block = b"".join(as_bytes.block([place], [NO_RECORD]))
             if reason := bad.get(place):
                 self._quarantine.set_aside(tx, reason, block, sender=message.actor)
-            elif row.sample_index in left:  # else it was settled meanwhile
+            elif row.sample_index in still_left:  # else it was settled meanwhile
                 tx.partials.put(block, group.group_id, row.sample_index)
                 group.partials[row.sample_index] = Partial(row.oldest, row.num_completion_tokens)

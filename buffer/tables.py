@@ -204,7 +204,10 @@ class Group(msgspec.Struct):
 
     def in_flight(self) -> list[int]:
         """The samples that an actor makes now."""
-        return [index for index in self.missing() if index not in self.resting] if self.lease_id else []
+        if not self.lease_id:
+            return []
+        resting = set(self.resting)
+        return [index for index in self.missing() if index not in resting]
 
     def end_lease(self) -> None:
         """Nobody makes anything of it now."""
