@@ -36,10 +36,15 @@ def replace_durably(temporary: Path, path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash, also of the machine, it is there whole or not at all."""
-    temporary = temporary_beside(path)
-    temporary.write_bytes(data)
-    replace_durably(temporary, path)
+    """Write a file so that after a crash, also of the machine, it is there whole or not at all.
+
+    Raises:
+        OSError: the disk is full or not writable; nothing is left behind.
+    """
+    with _whole_file(path, 0o666) as descriptor:
+        _write_all(descriptor, data)
+        os.fsync(descriptor)
+    sync(path.parent)
 
 
 def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: int = 0) -> None:
@@ -55,9 +60,7 @@ def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: i
         if size_bytes:
             os.posix_fallocate(descriptor, 0, size_bytes)
         for buffer in buffers:
-            rest = memoryview(buffer).cast("B")
-            while len(rest):
-                rest = rest[os.write(descriptor, rest) :]
+            _write_all(descriptor, buffer)
 
 
 @contextlib.contextmanager
@@ -86,6 +89,12 @@ def _whole_file(path: Path, mode: int) -> Iterator[int]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write_all(descriptor: int, buffer: bytes | memoryview) -> None:
+    rest = memoryview(buffer).cast("B")
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
