@@ -26,7 +26,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.outbox import Outbox, Together, checked, message_room, parts_fitting, size_bytes
+from buffer.outbox import MAX_ROWS_PER_MESSAGE, Outbox, Together, checked, message_room, parts_fitting, size_bytes
 from buffer.trajectory import Prefix, Trajectory
 from common.rpc.auth import ClientKeys
 from common.rpc.client import Answer, Patience, RpcClient, RpcErrors, settle
@@ -278,7 +278,7 @@ class BufferClient:
         parts: list[tuple[list[int], Sequence[Trajectory]]] = []
         if bare := [index for index in sample_indices if index not in with_tokens]:
             parts.append((bare, ()))
-        fitting = parts_fitting([size_bytes(row) for row in there], message_room())
+        fitting = parts_fitting([size_bytes(row) for row in there], message_room(), MAX_ROWS_PER_MESSAGE)
         parts += [([row.sample_index for row in there[part]], there[part]) for part in fitting]
         asked = []
         for indices, rows in parts:

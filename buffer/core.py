@@ -17,7 +17,7 @@ from buffer import schema
 from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved
 from buffer.groups import Groups
-from buffer.ingest import Ingest, Pushes
+from buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes
 from buffer.leases import Leases, Share
 from buffer.nonsense import Quarantine
 from buffer.partials import Partials
@@ -72,7 +72,7 @@ class BufferCore:
         if isinstance(message, p.LeaseRequest):
             return self.partials.grant(tx, self.leases.grant(tx, message))
         if isinstance(message, p.HandOn):
-            self.partials.take(tx, message, self._read(tx, body, schema.SCHEMA, sender))
+            self.partials.take(tx, message, self._read(tx, body, schema.SCHEMA, sender, max_rows=MAX_PUSHED_ROWS))
             return p.Done(), b""
         if isinstance(message, p.WriteScores):
             self.scoring.write(tx, self._read(tx, body, schema.SCORES, sender))
@@ -118,9 +118,17 @@ class BufferCore:
     def _hello(self, tx: Transaction, message: p.Hello) -> p.Welcome:
         return p.Welcome(self.leases.hello(tx, message).epoch)
 
-    def _read(self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema, sender: str) -> pa.RecordBatch:
+    def _read(
+        self,
+        tx: Transaction,
+        body: bytes | memoryview,
+        expected: pa.Schema,
+        sender: str,
+        *,
+        max_rows: int | None = None,
+    ) -> pa.RecordBatch:
         try:
-            return schema.read_stream(body, expected)
+            return schema.read_stream(body, expected, max_rows=max_rows)
         except BadBody as error:
             # The refusal is an answer, not a rollback: what is set aside stays counted.
             self.quarantine.set_aside(tx, error.category, body, sender=sender)

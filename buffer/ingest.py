@@ -34,7 +34,7 @@ from buffer.transaction import Transaction
 from common.run import RunFacts
 
 MAX_PUSHED_ROWS = 4096
-"""More trajectories in one push are refused: a turn of the service must stay short."""
+"""More trajectories in one message are refused: a turn of the service must stay short."""
 MAX_BEHIND = 1024
 """So many steps of the learner a service may not have heard of yet."""
 MAX_OVERTAKEN = 65_536

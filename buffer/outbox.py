@@ -249,11 +249,11 @@ def message_room() -> int:
     return MAX_MESSAGE_MIB * 2**20 // 2
 
 
-def parts_fitting(sizes: Sequence[int], room: int) -> Iterator[slice]:
-    """All of these in as many parts as they need, each as large as fits."""
+def parts_fitting(sizes: Sequence[int], room: int, most: int | None = None) -> Iterator[slice]:
+    """All of these in as many parts as they need, each as large as fits, and of at most so many."""
     start = 0
     while start < len(sizes):
-        end = start + num_fitting(itertools.islice(sizes, start, None), room)
+        end = start + num_fitting(itertools.islice(sizes, start, None if most is None else start + most), room)
         yield slice(start, end)
         start = end
 

@@ -208,6 +208,18 @@ def test_a_bad_row_is_quarantined_and_its_sample_begins_anew(make, damage, reaso
     assert (again.sample_indices, again.prefixes) == ([0, 1], [])
 
 
+def test_more_samples_than_a_push_may_have_are_not_handed_on_in_one_message(make, monkeypatch):
+    monkeypatch.setattr("buffer.core.MAX_PUSHED_ROWS", 1)
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    [lease] = actor.lease(1)
+    with pytest.raises(BufferRefused, match="2 rows in one message; at most 1"):
+        buffer.hand_on(lease, [0, 1], [0, 1])
+    buffer.hand_on(lease, [0], [0])
+    assert buffer.status().ledger["handed_on"] == 1
+
+
 def test_a_body_that_is_none_is_refused_and_the_lease_stays(make):
     buffer = make()
     actor = Actor(buffer)

@@ -13,6 +13,7 @@ from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import size_bytes
 from buffer.protocol import STAGES, Lease
 from buffer.service import BufferService, Credits
+from buffer.trajectory import HANDED_ON
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.trajectories import decode
@@ -123,6 +124,19 @@ def test_many_pushed_in_one_call_fail_together_but_the_good_ones_are_stored(conn
         actor.push_many(rows).result(60)
     assert actor.push(rows[0]).result(60).outcome == "late"
     assert learner.status().result(60).ledger["committed"] == 2
+
+
+def test_what_is_handed_on_goes_in_messages_of_as_many_samples_as_the_service_takes_in_one(
+    connect, learner, monkeypatch
+):
+    monkeypatch.setattr("buffer.core.MAX_PUSHED_ROWS", 3)
+    monkeypatch.setattr("buffer.client.MAX_ROWS_PER_MESSAGE", 3)
+    actor = connect()
+    lease = actor.lease(1).result(60).leases[0]
+    rows = [replace(make_trajectory(lease, index, seq=0, reward=None), finish_reason=HANDED_ON) for index in range(4)]
+    actor.hand_on(lease, [0, 1, 2, 3], rows).result(60)
+    assert actor.lease(1).result(60).leases[0].prefixes == [0, 1, 2, 3]
+    assert learner.status().result(60).ledger["handed_on"] == 4
 
 
 def test_the_status_says_where_the_time_of_the_service_went(connect, learner):
