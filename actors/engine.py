@@ -29,7 +29,7 @@ from actors.engine_output import (
 )
 from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
 from actors.kv_gate import KvCache
-from buffer.trajectory import Prefix
+from buffer.schema import Prefix
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from weight_sync.store import StagedVersion

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.kv_gate import KvCache
-from buffer.trajectory import HANDED_ON, Prefix, VersionSpan
+from buffer.schema import HANDED_ON, Prefix, VersionSpan
 from common.costs import Moments
 from common.staleness import PolicyVersion
 

@@ -20,8 +20,8 @@ from actors.sample import Completed, SampleMaker
 from actors.tasks import Problem
 from buffer.client import BufferClient, Granted
 from buffer.protocol import Lease
+from buffer.schema import Prefix, Trajectory
 from buffer.sharding.client import ShardedClient
-from buffer.trajectory import Prefix, Trajectory
 
 _log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
+from buffer.schema import HANDED_ON, Prefix, Trajectory
 from buffer.sharding.client import ShardedClient, open_client
-from buffer.trajectory import HANDED_ON, Prefix, Trajectory
 from common.process import DaemonThreads
 from common.run import RunContext
 from common.serving_model import prepare_serving_model

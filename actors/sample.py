@@ -25,7 +25,7 @@ from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from buffer.ledger import GENERATION_FAILED
 from buffer.protocol import Lease
-from buffer.trajectory import HANDED_ON, Prefix, Trajectory
+from buffer.schema import HANDED_ON, Prefix, Trajectory
 from common.staleness import PolicyVersion
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ The processes
     offline     tools that look at a store, live or over, export, compact or verify it, or fill one
 What is said
     protocol    the control messages (msgspec), one struct per request
-    schema      the one Arrow schema of wire and export; reads what comes from outside
+    schema      Trajectory, and the one Arrow schema of wire and export; reads what comes from outside
 The rules, each in the given transaction
     core        BufferCore: every request, without sockets
     leases      which prompts are out with which actor, and when they are issued again
@@ -26,5 +26,5 @@ The store
     transaction tables within a transaction, sealed by checksums; `tables`: what their rows are
     rows        a trajectory on disk
     index       GroupIndex: in memory, the groups by what the rules look for
-trajectory, config and errors are what all of them speak of.
+config and errors are what all of them speak of.
 """

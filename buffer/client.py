@@ -27,7 +27,7 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.outbox import MAX_ROWS_PER_MESSAGE, Outbox, Together, checked, message_room, parts_fitting, size_bytes
-from buffer.trajectory import Prefix, Trajectory
+from buffer.schema import Prefix, Trajectory
 from common.rpc.auth import ClientKeys
 from common.rpc.client import Answer, Patience, RpcClient, RpcErrors, settle
 from common.rpc.messages import Asker, Message, Role

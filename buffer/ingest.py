@@ -28,8 +28,8 @@ from buffer.leases import Leases, Share, is_name
 from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
 from buffer.rows import RowBytes, flat_values, list_bounds
+from buffer.schema import COMPLETE
 from buffer.tables import NO_RECORD, Actor, Group, StoreState
-from buffer.trajectory import COMPLETE
 from buffer.transaction import Transaction
 from common.run import RunFacts
 

@@ -16,7 +16,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import MAX_MESSAGE_MIB, BufferConfig
 from buffer.errors import BufferUnavailable
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 from common.rpc.client import Answer, RpcClient, settle
 
 R = TypeVar("R")

@@ -22,8 +22,8 @@ from buffer.leases import Leases, Share
 from buffer.nonsense import Quarantine
 from buffer.protocol import HandOn, Lease, LeaseGrant
 from buffer.rows import RowBytes, num_tokens_in
+from buffer.schema import HANDED_ON
 from buffer.tables import NO_RECORD, Group, Partial
-from buffer.trajectory import HANDED_ON
 from buffer.transaction import Transaction
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from buffer.trajectory import SCHEMA_VERSION
-
+SCHEMA_VERSION = 8
+"""Of messages, and of what lies on disk."""
 INTEGERS = ("lease_id", "attempt", "group_id", "sample_index", "prompt_id", "prompt_length", "epoch", "seq")
 WALL_TIMES = ("started_s", "finished_s")
 TEXTS = ("run_id", "actor", "finish_reason", "columns")

@@ -1,4 +1,4 @@
-"""The Arrow schema of a trajectory, and how trajectories become bytes and back.
+"""A trajectory, one sample and what is known of it; its Arrow schema; and how trajectories become bytes and back.
 
 A message body is an Arrow IPC stream of exactly one uncompressed record batch. A block on disk holds
 some rows of it in the layout of `buffer.rows`; an exported table has the same columns.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,50 +20,45 @@ import pyarrow as pa
 
 from buffer import rows
 from buffer.errors import BadBody
-from buffer.rows import INTEGERS, PART, SPAN, WALL_TIMES, list_array
-from buffer.trajectory import SCHEMA_VERSION, Prefix, Trajectory, VersionSpan
+from buffer.rows import INTEGERS, PART, SCHEMA_VERSION, SPAN, WALL_TIMES, list_array
 from common.staleness import PolicyVersion
 
+COMPLETE = ("stop", "length")
+"""Why a sample ends: an end-of-sequence token, or as many tokens as it may have."""
+HANDED_ON: Literal["handed_on"] = "handed_on"
+"""Why the tokens of one end that is not complete."""
+
 _NULLABLE = ("reward", "reference_logprobs")
+_METADATA = {"schema_version": str(SCHEMA_VERSION)}
+_always = partial(pa.field, nullable=False)
 
 SCHEMA = pa.schema(
     [
-        pa.field("run_id", pa.string(), nullable=False),
-        *(pa.field(name, pa.int64(), nullable=False) for name in INTEGERS),
-        *(pa.field(name, pa.float64(), nullable=False) for name in WALL_TIMES),
-        pa.field("actor", pa.string(), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("spans", pa.list_(SPAN), nullable=False),
+        _always("run_id", pa.string()),
+        *(_always(name, pa.int64()) for name in INTEGERS),
+        *(_always(name, pa.float64()) for name in WALL_TIMES),
+        _always("actor", pa.string()),
+        _always("finish_reason", pa.string()),
+        _always("token_ids", pa.list_(pa.int32())),
+        _always("logprobs", pa.list_(pa.float32())),
+        _always("spans", pa.list_(SPAN)),
         pa.field("reward", pa.float64()),
-        pa.field("reward_parts", pa.list_(PART), nullable=False),
-        pa.field("columns", pa.string(), nullable=False),
+        _always("reward_parts", pa.list_(PART)),
+        _always("columns", pa.string()),
         pa.field("reference_logprobs", pa.list_(pa.float32())),
     ],
-    metadata={"schema_version": str(SCHEMA_VERSION)},
+    _METADATA,
 )
 
-SCORES = pa.schema(
-    [
-        pa.field("record_id", pa.int64(), nullable=False),
-        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-    ],
-    metadata={"schema_version": str(SCHEMA_VERSION)},
-)
+SCORES = pa.schema([_always("record_id", pa.int64()), _always("logprobs", pa.list_(pa.float32()))], _METADATA)
 """Reference log-probabilities on their way back from the learner."""
 
 VISITS = pa.schema(
-    [
-        pa.field("prompt_id", pa.int64(), nullable=False),
-        pa.field("mean", pa.float32(), nullable=False),
-        pa.field("variance", pa.float32(), nullable=False),
-    ],
-    metadata={"schema_version": str(SCHEMA_VERSION)},
+    [_always("prompt_id", pa.int64()), _always("mean", pa.float32()), _always("variance", pa.float32())], _METADATA
 )
 """What is known of the lengths of answers to prompts, on its way to the ranker: `buffer.length_model.Visit`."""
 
-EXPECTED = pa.schema([pa.field("mean", pa.float32(), nullable=False)], metadata={"schema_version": str(SCHEMA_VERSION)})
+EXPECTED = pa.schema([_always("mean", pa.float32())], _METADATA)
 """What is expected of prompts that follow each other, on its way back."""
 
 _ARROW_MARK = b"\xff\xff\xff\xff"
@@ -78,6 +74,71 @@ _COMPRESSION = 3
 """Position of the field in the table RecordBatch."""
 _RECORD_BATCH = 3
 """Value of Message.header_type."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Completion tokens [start, end) were sampled by `version`."""
+
+    version: PolicyVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The first tokens of a completion, which an earlier lease made; the arrays are as those of a trajectory."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Without the prompt."""
+    logprobs: npt.NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    started_s: float
+
+    @property
+    def newest(self) -> PolicyVersion:
+        """No later token is of an older version."""
+        return self.spans[-1].version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One sample: a prompt, a completion, what the behaviour policy thought of it, and its reward."""
+
+    lease_id: int
+    attempt: int
+    group_id: int
+    sample_index: int
+    """0..K-1 within the group."""
+    prompt_id: int
+    token_ids: npt.NDArray[np.int32]
+    """Prompt, then completion."""
+    prompt_length: int
+    logprobs: npt.NDArray[np.float32]
+    """log mu of each completion token, at the sampling temperature, over the full vocabulary."""
+    spans: tuple[VersionSpan, ...]
+    """Cover the completion tokens without gap, in order."""
+    reward: float | None
+    """None: no reward function applied, so the sample is counted as filtered."""
+    finish_reason: str
+    """One of `COMPLETE`; `HANDED_ON` on the way from one actor to the next."""
+    reward_parts: Mapping[str, float | None] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The task's columns of this prompt, JSON-serialisable."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    """log pi_ref of each completion token; None until the learner has scored it."""
+    actor: str = ""
+    epoch: int = 0
+    seq: int = 0
+    """(actor, epoch, seq) is the key for de-duplication; the client fills it in."""
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    """Wall time, seconds since the Unix epoch."""
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Length of the completion."""
+        return len(self.token_ids) - self.prompt_length
 
 
 _integers_of = attrgetter(*INTEGERS)
@@ -343,14 +404,14 @@ def _refuse_oversize_lists(batch: pa.RecordBatch) -> None:
 
 def _refuse_nulls(batch: pa.RecordBatch) -> None:
     """Arrow's own validation lets nulls pass where the schema forbids them."""
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if field.name not in _NULLABLE and column.null_count:
-            raise BadBody("null", f"column '{field.name}' holds {column.null_count} nulls")
-        if not pa.types.is_list(field.type):
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name not in _NULLABLE and column.null_count:
+            raise BadBody("null", f"column '{name}' holds {column.null_count} nulls")
+        if not pa.types.is_list(column.type):
             continue
         # `values` has those that no row holds too, and costs nothing: without a null there is none in a row
-        if _first_null(field.name, column.values) and (name := _first_null(field.name, column.flatten())):
-            raise BadBody("null", f"a list of column '{name}' holds a null")
+        if _first_null(name, column.values) and (found := _first_null(name, column.flatten())):
+            raise BadBody("null", f"a list of column '{found}' holds a null")
 
 
 def _first_null(name: str, values: pa.Array) -> str:

@@ -20,8 +20,8 @@ import msgspec
 
 from buffer import pages
 from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
+from buffer.rows import SCHEMA_VERSION
 from buffer.tables import Identity
-from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import TABLES, Table, Transaction
 from common.files import FULL, sync, try_lock
 from common.run import RunFacts

@@ -25,10 +25,10 @@ from buffer.nonsense import SetAside
 from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
 from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store, compact
+from buffer.rows import SCHEMA_VERSION
 from buffer.schema import SCHEMA
 from buffer.sharding.division import buffer_folder
 from buffer.store import RESTORE
-from buffer.trajectory import SCHEMA_VERSION
 from launch.errors import ConfigError, ExitStatus, refuse
 from launch.run_folder import named_run
 from launch.text import MAX_TEXT, TextOf, printable

@@ -4,8 +4,7 @@ import msgspec
 import pyarrow as pa
 
 from buffer.rows import INTEGERS, WALL_TIMES, flat_values
-from buffer.schema import SCHEMA, read_stream
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.schema import SCHEMA, Trajectory, VersionSpan, read_stream
 from common.staleness import PolicyVersion
 
 

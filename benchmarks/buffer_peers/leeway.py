@@ -32,8 +32,8 @@ from buffer import schema
 from buffer.client import BufferClient, Draw
 from buffer.protocol import STAGES, Done, Lease, RowResult
 from buffer.rows import flat_values
+from buffer.schema import Trajectory
 from buffer.sharding.client import ShardedClient
-from buffer.trajectory import Trajectory
 from common.run import RunFacts
 
 LONE_GROUPS = 8

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.buffer_peers.workload import PATIENCE_S, Figures, Workload, calls, expect, rates
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 
 _NAMES = [field.name for field in fields(Trajectory)]
 

@@ -31,7 +31,7 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 
 PUSHES_IN_FLIGHT = 8
 SAMPLES_IN_FLIGHT = 2

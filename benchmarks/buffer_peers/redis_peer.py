@@ -31,7 +31,7 @@ from benchmarks.buffer_peers.workload import (
     sampled,
     until,
 )
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 
 PIPELINES_IN_FLIGHT = 4
 STREAM = "trajectories"

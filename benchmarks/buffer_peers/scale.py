@@ -20,8 +20,8 @@ from benchmarks.buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PAT
 from buffer import schema
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
+from buffer.schema import Trajectory, VersionSpan
 from buffer.sharding.client import ShardedClient, open_client
-from buffer.trajectory import Trajectory, VersionSpan
 from common.rpc.messages import Role
 from common.staleness import PolicyVersion
 

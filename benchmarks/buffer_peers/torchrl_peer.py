@@ -33,7 +33,7 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 
 NUM_SAMPLED_BATCHES = 20
 Call = dict[str, np.ndarray]

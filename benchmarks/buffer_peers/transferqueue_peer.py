@@ -31,7 +31,7 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 
 STORAGE_UNITS = 1
 PUTS_IN_FLIGHT = 16

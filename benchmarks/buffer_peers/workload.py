@@ -1,7 +1,7 @@
 """The trajectories that everybody is measured with, and how a time becomes a figure.
 
 Lengths are log-normal: median 512 tokens, at most 8,192, mean about 820. Token ids are int32,
-log-probabilities float32, and every trajectory has the scalars of `buffer.trajectory.Trajectory`.
+log-probabilities float32, and every trajectory has the scalars of `buffer.schema.Trajectory`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.protocol import Lease
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.schema import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 
 MEDIAN_TOKENS = 512

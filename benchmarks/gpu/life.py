@@ -24,8 +24,8 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import command_of, end_families, environment
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
+from buffer.schema import Trajectory, VersionSpan
 from buffer.service import BufferService
-from buffer.trajectory import Trajectory, VersionSpan
 from common.run import RunContext, RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from learner.config import LearnerConfig, LearnerSections

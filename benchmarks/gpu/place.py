@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.shapes import SHAPES, Shape, fresh_rows, random_weights
 from benchmarks.learner_parts.sides import configured
 from benchmarks.lib.learner import TEMPERATURE, Learner
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 from learner.mesh import Mesh, MeshPlace, join_group
 from learner.model import StageModule
 from learner.networks import load_chunks

@@ -35,8 +35,7 @@ from benchmarks.gpu.shapes import fresh_rows
 from benchmarks.learner_parts.sides import configured, long_tailed
 from benchmarks.lib.learner import ALGORITHM, TEMPERATURE
 from benchmarks.lib.processes import MeasurementFailed, call_in_processes
-from buffer.schema import to_batch
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory, to_batch
 from learner.attention import AttentionLayout, packed_attention
 from learner.batch import StepBatch
 from learner.coordinator import Channel, Kind

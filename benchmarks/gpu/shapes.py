@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.learner_parts.sides import long_tailed
 from benchmarks.lib.learner import sample
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 
 Shape = dict[str, int]
 """Keys of a Qwen2Config."""

@@ -32,8 +32,7 @@ from benchmarks.learner_parts.sides import (
 from benchmarks.learner_parts.spot import Figures, Spot
 from benchmarks.lib.learner import GROUP_SIZE, TEMPERATURE, Learner, sample
 from benchmarks.lib.rounds import median_ratio
-from buffer.schema import to_batch
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory, to_batch
 from learner import packing
 from learner.batch import StepBatch
 from learner.model import DeviceBatch

@@ -31,8 +31,7 @@ from benchmarks.learner_parts.sides import (
 from benchmarks.learner_parts.spot import Figures, Spot
 from benchmarks.lib.learner import ALGORITHM, GROUP_SIZE, TEMPERATURE, Learner
 from benchmarks.lib.rounds import median_ratio
-from buffer.schema import to_batch
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory, to_batch
 from learner.attention import IMPLEMENTATION
 from learner.batch import StepBatch
 from learner.model import DeviceBatch

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from benchmarks.lib.learner import sample
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 from learner.attention import IMPLEMENTATION
 from learner.config import LearnerConfig
 from learner.mesh import Mesh

@@ -12,8 +12,7 @@ import torch
 
 from algorithms.base import AlgorithmSection
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from buffer.schema import to_batch
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.schema import Trajectory, VersionSpan, to_batch
 from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.lib.learner import GROUP_SIZE, Learner, sample
 from benchmarks.weights_parts.handover import RUN_ID
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig

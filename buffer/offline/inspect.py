@@ -25,11 +25,11 @@ from buffer import rows
 from buffer.dispatch import Tries
 from buffer.errors import CorruptRecord
 from buffer.nonsense import SetAside
+from buffer.rows import SCHEMA_VERSION
 from buffer.schema import all_rows, join_rows
 from buffer.sharding.division import buffer_folder, refuse_gaps, store_folders
 from buffer.store import RESTORE, Store
 from buffer.tables import NO_RECORD, Group, StoreState
-from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import Transaction
 
 T = TypeVar("T")

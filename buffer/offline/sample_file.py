@@ -28,9 +28,8 @@ import pyarrow.parquet as pq
 from buffer.errors import StoreError
 from buffer.offline.inspect import GroupView, Inspection, Sample, Selection, joined
 from buffer.rows import list_bounds
-from buffer.schema import SCHEMA, to_batch
+from buffer.schema import SCHEMA, Trajectory, VersionSpan, to_batch
 from buffer.tables import StoreState
-from buffer.trajectory import Trajectory, VersionSpan
 from common.files import sync
 from common.staleness import PolicyVersion, effective_version
 from common.user_input import did_you_mean

@@ -25,9 +25,9 @@ from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Granted, Unscor
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.outbox import Together
+from buffer.schema import Trajectory
 from buffer.sharding.division import divide_step, must_wait
 from buffer.sharding.shards import Request, Shard, Shards, sum_of
-from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
 from common.rpc.messages import Role
 

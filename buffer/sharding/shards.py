@@ -17,7 +17,7 @@ from buffer import protocol as p
 from buffer.client import BufferClient, Draw
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.length_model import LengthFidelity
-from buffer.trajectory import Trajectory
+from buffer.schema import Trajectory
 from common.rpc.client import settle
 
 _CREDIT_POLL_S = 0.02

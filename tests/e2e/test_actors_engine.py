@@ -17,7 +17,7 @@ import torch
 
 from actors.engine import Engine, EngineDead, UpdateRefused
 from actors.engine_output import Generation, RequestRefused
-from buffer.trajectory import COMPLETE, HANDED_ON, Prefix
+from buffer.schema import COMPLETE, HANDED_ON, Prefix
 from common.hf_folder import HEAD
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion

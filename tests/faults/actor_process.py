@@ -29,7 +29,7 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferError, BufferRefused
 from buffer.outbox import Outbox
-from buffer.trajectory import HANDED_ON
+from buffer.schema import HANDED_ON
 from tests.faults.service_process import Key, sample, sample_tokens
 from tests.world.files import whole_lines
 from tests.world.waiting import LIMIT_S, wait_until

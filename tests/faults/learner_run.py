@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
+from buffer.schema import Trajectory, VersionSpan
 from buffer.service import BufferService
-from buffer.trajectory import Trajectory, VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion
 from tests.faults.learner_stage_process import run_rank, run_scorer

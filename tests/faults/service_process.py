@@ -24,9 +24,9 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.offline.verify import verify
 from buffer.rows import only
+from buffer.schema import Trajectory
 from buffer.store import Store
 from buffer.tables import NO_RECORD
-from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
 from common.run import RunFacts
 from common.staleness import StalenessConfig

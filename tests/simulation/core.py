@@ -18,7 +18,7 @@ import numpy as np
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
-from buffer.trajectory import HANDED_ON, Trajectory, VersionSpan
+from buffer.schema import HANDED_ON, Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction
 from common.run import RunFacts
 from common.staleness import StalenessContract

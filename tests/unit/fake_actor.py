@@ -23,8 +23,7 @@ from actors.rewards import Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
 from buffer.client import Granted
 from buffer.protocol import Lease, RenewReply, RowResult
-from buffer.schema import encode
-from buffer.trajectory import HANDED_ON, VersionSpan
+from buffer.schema import HANDED_ON, VersionSpan, encode
 from common.staleness import PolicyVersion
 from tests.world.reward_callers import TASK, InThisProcess
 from tests.world.run_context import run_context, run_facts

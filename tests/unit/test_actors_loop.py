@@ -15,7 +15,7 @@ from actors.engine import Engine, EngineDead
 from actors.loop import ActorFenced
 from actors.sample import MOST_COLUMN_BYTES, EvalRequest, kept_columns
 from actors.weights import ActorError
-from buffer.trajectory import HANDED_ON, Trajectory, VersionSpan
+from buffer.schema import HANDED_ON, Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, K, half, make_actor, run_to_end, until
 from tests.unit.small_models import tiny_checkpoint

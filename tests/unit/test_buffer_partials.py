@@ -10,7 +10,7 @@ from buffer import schema
 from buffer.client import Granted
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
-from buffer.trajectory import HANDED_ON
+from buffer.schema import HANDED_ON
 from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, make_trajectory
 

@@ -11,8 +11,8 @@ from buffer import rows, schema
 from buffer.config import MAX_GROUP_SIZE
 from buffer.errors import BadBody
 from buffer.ingest import faults
-from buffer.rows import bounds_of
-from buffer.trajectory import SCHEMA_VERSION, VersionSpan
+from buffer.rows import SCHEMA_VERSION, bounds_of
+from buffer.schema import VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.trajectories import decode, from_batch

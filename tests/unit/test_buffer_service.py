@@ -12,8 +12,8 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import size_bytes
 from buffer.protocol import STAGES, Lease
+from buffer.schema import HANDED_ON
 from buffer.service import BufferService, Credits
-from buffer.trajectory import HANDED_ON
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.trajectories import decode

@@ -15,10 +15,10 @@ from buffer import service as service_module
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreFull
+from buffer.schema import HANDED_ON
 from buffer.service import BufferService
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.sharding.shards import Shard
-from buffer.trajectory import HANDED_ON
 from tests.trajectories import decode
 from tests.world.buffer import facts, make_trajectory
 from tests.world.waiting import wait_until

@@ -16,9 +16,9 @@ from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.offline.verify import check_store
+from buffer.rows import SCHEMA_VERSION
 from buffer.store import Store, own
 from buffer.tables import Identity
-from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import Table
 from tests.world.buffer import Actor, InProcessBuffer, facts
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.schema import encode, read_stream
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.schema import Trajectory, VersionSpan, encode, read_stream
 from common.staleness import PolicyVersion, effective_version
 from learner import stage as stage_file
 from learner.batch import Leaves, StepBatch, lag0_by_actor, lag_by_actor

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.schema import to_batch
-from buffer.trajectory import VersionSpan
+from buffer.schema import VersionSpan, to_batch
 from common.staleness import PolicyVersion
 from learner.batch import StepBatch, lag0_by_actor, lag_by_actor
 from learner.packing import PackingRule

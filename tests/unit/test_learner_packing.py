@@ -9,8 +9,7 @@ import torch
 
 from buffer.ledger import Ledger
 from buffer.length_model import LengthFidelity
-from buffer.schema import to_batch
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.schema import Trajectory, VersionSpan, to_batch
 from common.staleness import PolicyVersion
 from launch.observe.metrics import METRICS
 from learner.batch import StepBatch

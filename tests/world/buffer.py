@@ -27,9 +27,9 @@ from buffer.ingest import Pushes
 from buffer.offline.verify import verify
 from buffer.prompts import Prompts
 from buffer.rows import RowBytes, records_in
+from buffer.schema import HANDED_ON, Trajectory, VersionSpan
 from buffer.sharding.core import ShardCore
 from buffer.store import Store
-from buffer.trajectory import HANDED_ON, Trajectory, VersionSpan
 from buffer.transaction import Transaction
 from common.run import RunFacts
 from common.staleness import PolicyVersion

@@ -24,8 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from algorithms.registry import AlgorithmConfig
-from buffer.schema import to_batch
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.schema import Trajectory, VersionSpan, to_batch
 from common.staleness import PolicyVersion
 from learner import attention
 from learner.batch import StepBatch
