@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -95,6 +96,18 @@ def _write_all(descriptor: int, buffer: bytes | memoryview) -> None:
     rest = memoryview(buffer).cast("B")
     while len(rest):
         rest = rest[os.write(descriptor, rest) :]
+
+
+def mapped(path: Path) -> memoryview:
+    """The bytes of a file, read-only, as a memory map that lasts as long as any view of it; nothing of an empty one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # such a file cannot be mapped
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:

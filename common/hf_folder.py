@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from common.files import mapped
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -227,10 +228,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         ModelFolderError: it is missing or damaged.
     """
     try:
-        with path.open("rb") as file:
-            # an empty file cannot be mapped, and is no safetensors file either
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        return parse_header(mapped)[1]
+        return parse_header(mapped(path))[1]
     except FileNotFoundError as error:
         raise ModelFolderError(
             f"{path} is missing, and the checkpoint says it is part of it. Fetch the file again"
@@ -268,11 +266,10 @@ def tensors_in(folder: Path) -> dict[str, StoredTensor]:
 
 def tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
     """What the header says of a tensor, and its bytes, from a memory map."""
-    with path.open("rb") as source:
-        mapped = memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
-    start, tensors = parse_header(mapped)
+    data = mapped(path)
+    start, tensors = parse_header(data)
     found = tensors[name]
-    return found, mapped[start + found.start : start + found.end]
+    return found, data[start + found.start : start + found.end]
 
 
 def file_of_each_tensor(folder: Path) -> dict[str, str]:

@@ -12,7 +12,6 @@ zeros between them. Neither torch nor a whole tensor's worth of scratch memory i
 from __future__ import annotations
 
 import itertools
-import mmap
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from common.files import write_whole
+from common.files import mapped, write_whole
 from weight_sync.manifest import ITEM_BYTES, Encoding, TensorEntry, TensorFile, WeightsCorrupt, checksum_of, header_of
 
 BLOCK_BYTES = 2**20
@@ -203,10 +202,7 @@ def _codec() -> pa.Codec:
 def _mapped(path: Path) -> memoryview:
     """A file's content; nothing where all its tensors are those of the parent."""
     try:
-        with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                return memoryview(b"")
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return mapped(path)
     except OSError as error:
         raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from common.files import mapped
 from common.hf_folder import StoredTensor, pack_header, parse_header
 from common.staleness import PolicyVersion
 
@@ -321,17 +321,14 @@ class TensorFile:
         """Map a file and read its header; WeightsCorrupt if it is missing, cut, or no safetensors file."""
         self.path = path
         try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._data = mapped(path)
+            self._start, self.tensors = parse_header(self._data)
         except FileNotFoundError as error:
             raise WeightsCorrupt(f"{path}: missing, though the manifest names it") from error
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        except OSError as error:
             raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
-        self._data = memoryview(self._map)
-        try:
-            self._start, self.tensors = parse_header(self._data)
         except ValueError as error:
-            raise WeightsCorrupt(f"{self.path}: not a readable safetensors file: {error}") from error
+            raise WeightsCorrupt(f"{path}: not a readable safetensors file: {error}") from error
 
     def view(self, name: str) -> memoryview:
         """The bytes of a tensor, read-only; WeightsCorrupt if the file has no such tensor."""

@@ -19,7 +19,6 @@ checking, making whole and committing are the worker's.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import write_whole
+from common.files import mapped, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.delta import rebuild_file
 from weight_sync.manifest import (
@@ -190,9 +189,8 @@ class ServedVersions:
     def _map(self, version: PolicyVersion, file: str, total: int) -> memoryview:
         path = self._store.version_folder(version) / file
         try:
-            with path.open("rb") as opened:
-                data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            data = mapped(path)
+        except OSError as error:
             raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
         if len(data) != total:
             raise WeightsCorrupt(f"{path}: has {len(data)} bytes, the manifest says {total}; it was cut or replaced")
