@@ -55,8 +55,11 @@ class ActorsConfig(BaseModel):
         "may add up to 0.95.",
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs per engine.")
-    num_threads: PositiveInt = Field(default=1, description="Compute threads per engine on CPU.")
-    cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per actor.")
+    cpus: float = Field(
+        default=0.5,
+        ge=0,
+        description="Ray CPUs reserved per actor; an engine on a CPU computes with as many threads, one at least.",
+    )
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per actor; above 1 a whole number.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -76,6 +79,11 @@ class ActorsConfig(BaseModel):
     )
     eval_every: int = Field(default=0, ge=0, description="Versions between evaluations; 0: before and after only.")
     eval_problems: PositiveInt = Field(default=256, description="Held-out problems of an evaluation during the run.")
+
+    @property
+    def num_threads(self) -> int:
+        """That an engine on a CPU computes with."""
+        return max(1, int(self.cpus))
 
     @property
     def max_model_tokens(self) -> int:

@@ -95,12 +95,6 @@ class BufferConfig(BaseModel):
         ge=0,
         description="Choose what packs well into micro-batches of so many tokens, among as many groups; 0 does not.",
     )
-    fidelity_alarm: float = Field(
-        default=0.2,
-        gt=0.0,
-        le=1.0,
-        description="Warn where trained and generated lengths differ by more than this Kolmogorov-Smirnov distance.",
-    )
     dispatch: PolicyName = Field(
         default="by_deadline",
         description="Who gets which prompt where actors are not equally fast: 'by_deadline' gives those whose answers "
@@ -112,11 +106,6 @@ class BufferConfig(BaseModel):
         description="Which prompts are leased next: 'epoch' the data's order, each prompt once in an epoch, 'uniform' "
         "by chance, 'posterior' by chance in proportion to E[p (1 - p)], p being the rate of rewards of at least "
         "task.correct_at.",
-    )
-    prompt_tau: PositiveFloat = Field(
-        default=256.0,
-        description="prompt_law = 'posterior', most_samples: policy versions after which a sample counts 1/e of a new "
-        "one.",
     )
     most_samples: int = Field(
         default=0,

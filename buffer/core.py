@@ -169,5 +169,5 @@ class BufferCore:
             size_bytes=0,
             draining=state.draining,
             fidelity=state.length_fidelity,
-            fidelity_alarm=state.fidelity.is_alarming(self.groups.config.fidelity_alarm),
+            fidelity_alarm=state.fidelity.is_alarming,
         )

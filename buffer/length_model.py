@@ -51,6 +51,8 @@ _NORMAL = NormalDist()
 
 NUM_BUCKETS = 48
 """Two to an octave: completions up to 2^24 tokens."""
+ALARM = 0.2
+"""Kolmogorov-Smirnov distance of the lengths trained from those generated above which a run is warned."""
 MIN_SAMPLES = 256
 """Completions trained on before any alarm: few samples differ from any distribution."""
 MEMORY = 4096
@@ -416,9 +418,10 @@ class Fidelity(msgspec.Struct):
         ratio = quantile(trained, _LONG) / quantile(generated, _LONG)
         return LengthFidelity(ks_distance(generated, trained), ratio)
 
-    def is_alarming(self, threshold: float) -> bool:
-        """Do the two differ by more than this distance, after enough samples to tell?"""
-        return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.now.ks > threshold
+    @property
+    def is_alarming(self) -> bool:
+        """Do the two differ by more than `ALARM`, after enough samples to tell?"""
+        return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.now.ks > ALARM
 
     def starved(self) -> str:
         """The lengths that training misses most, in words."""

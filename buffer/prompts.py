@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _FURTHEST = 20.0
 """From the level, in logarithms; nobody believes more."""
+LEAST_TAU = 256.0
+"""Policy versions after which a sample of a prompt counts 1/e of a new one, or those of an epoch where it has more."""
 MOST_LANES = 64
 FORGOTTEN_S = 60.0
 """A lane of which nobody has asked for so long is gone."""
@@ -78,7 +80,9 @@ class Prompts:
         self._policy = POLICIES[config.dispatch]()
         by_success = config.prompt_law == "posterior"
         is_learned = by_success or config.most_samples > 0
-        self.successes = SuccessModel(facts.num_prompts, config.prompt_tau) if is_learned else None
+        # what is known of a prompt has not faded when it comes again
+        tau = max(LEAST_TAU, facts.num_prompts / facts.groups_per_step * facts.updates_per_step)
+        self.successes = SuccessModel(facts.num_prompts, tau) if is_learned else None
         self._sizes = GroupSizes(facts.group_size, config.most_samples, self.successes)
         self._law: PromptLaw = EpochOrder(own, facts.seed)
         if config.prompt_law != "epoch":

@@ -389,7 +389,7 @@ class Status(Message, frozen=True):
     fidelity: LengthFidelity = LengthFidelity()
     """As in `DrawReply`."""
     fidelity_alarm: bool = False
-    """Its distance is above the knob `fidelity_alarm`."""
+    """Its distance is above `length_model.ALARM`."""
     nonsense: dict[str, Nonsense] = msgspec.field(default_factory=dict)
     """By sender, since the service started."""
     spent_s: dict[str, float] = msgspec.field(default_factory=dict)

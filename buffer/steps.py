@@ -31,6 +31,7 @@ from buffer import rows, schema
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
 from buffer.ingest import MAX_BEHIND
+from buffer.length_model import ALARM
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
 from buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
 from buffer.transaction import Transaction
@@ -262,7 +263,7 @@ class Steps:
     def _watch_lengths(self, state: StoreState) -> None:
         """Warn where training leaves some lengths out."""
         fidelity = state.fidelity
-        if not fidelity.is_alarming(self._groups.config.fidelity_alarm):
+        if not fidelity.is_alarming:
             return
         if fidelity.warned_at < 0 or not 0 <= state.step - fidelity.warned_at < WARN_EVERY_STEPS:
             fidelity.warned_at = state.step
@@ -270,10 +271,9 @@ class Steps:
             if state.ledger.uninformative:
                 remedy += "; refill_uninformative leaves out the lengths of groups whose rewards are all equal"
             log.warning(
-                "the lengths trained on differ from those generated: KS distance %.2f, above fidelity_alarm = %.2f. "
-                "Starved: %s. %s",
+                "the lengths trained on differ from those generated: KS distance %.2f, above %.2f. Starved: %s. %s",
                 fidelity.now.ks,
-                self._groups.config.fidelity_alarm,
+                ALARM,
                 fidelity.starved(),
                 remedy,
             )

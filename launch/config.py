@@ -122,7 +122,6 @@ class PoolConfig(_Section):
     kv_cache_gib: PositiveFloat | None = None
     gpu_memory_share: float | None = Field(default=None, gt=0, le=1)
     tensor_parallel_size: PositiveInt | None = None
-    num_threads: PositiveInt | None = None
     engine_args: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -142,7 +141,7 @@ POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
 
 
 SET_BY_LEEWAY = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "actors.num_threads and learner.num_threads say it"),
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "actors.cpus and learner.cpus say it"),
     "CUDA_VISIBLE_DEVICES": "Ray gives each worker the GPUs that it has reserved; export it before leeway",
     "VLLM_RPC_BASE_PATH": "each engine has a folder of its own for its sockets",
     "VLLM_WORKER_MULTIPROC_METHOD": "a forked worker would not die with its actor",

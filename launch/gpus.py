@@ -162,7 +162,7 @@ def _sharing(config: Config) -> Iterator[tuple[WorkerPool, float]]:
     stages = stage_pools(config) if config.learner.device != "cpu" else []
     for pool in [*stages, *scorer_pools(config)]:
         if 0 < (gpus := pool.bundle.get("GPU", 0.0)) < 1:
-            limit = config.learner.alone(gpus).memory_limit
+            limit = config.learner.alone(gpus, 0).memory_limit
             yield pool, 1.0 if limit is None else limit
     for actors in actor_pools(config):
         if 0 < actors.bundle.get("GPU", 0.0) < 1:

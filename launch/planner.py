@@ -337,21 +337,21 @@ class Planner:
         Scorers have their part of it. Pools that may use some of the same hosts are counted together on all of theirs.
         Infinite where workers reserve more CPUs or GPUs than there are, which cannot be shared.
         """
-        learner, stages = self.config.learner, self._stages
-        workers = [(pool.name, pool.count, pool.bundle, learner.num_threads) for pool in self._scorers]
-        most = {kind: max(pool.bundle.get(kind, 0.0) for pool in stages) for kind in ("CPU", "GPU")}
-        workers.append((LEARNER, num_ranks, most, learner.num_threads))
-        for name, count in counts.items():
-            workers.append((name, count, self._actors[name].bundle, self._actors[name].config.num_threads))
+        workers = [(pool.name, pool.count, pool.bundle) for pool in self._scorers]
+        most = {kind: max(pool.bundle.get(kind, 0.0) for pool in self._stages) for kind in ("CPU", "GPU")}
+        workers.append((LEARNER, num_ranks, most))
+        workers += [(name, count, self._actors[name].bundle) for name, count in counts.items()]
         # a scorer that finds no place is given up, and `train` lets a run begin without it
         spared = {pool.name for pool in self._scorers if any(host.is_here for host in self._hosts)}
         shares = []
         for cores, gpus, names in self._sites:
             there = [each for each in workers if each[0] in names]
-            on_cpu = sum(count * threads for _, count, bundle, threads in there if not bundle.get("GPU"))
+            # as many threads as CPUs are reserved, and one at least
+            on_cpus = [(count, bundle.get("CPU", 0.0)) for _, count, bundle in there if not bundle.get("GPU")]
+            on_cpu = sum(count * max(1, int(cpus)) for count, cpus in on_cpus)
             shares.append(0.0 if not on_cpu else on_cpu / cores if cores else math.inf)
-            cpus = sum(count * bundle.get("CPU", 0.0) for name, count, bundle, _ in there if name not in spared)
-            on_gpu = sum(count * bundle.get("GPU", 0.0) for _, count, bundle, _ in there)
+            cpus = sum(count * bundle.get("CPU", 0.0) for name, count, bundle in there if name not in spared)
+            on_gpu = sum(count * bundle.get("GPU", 0.0) for _, count, bundle in there)
             shares.append(math.inf if cpus > cores + 1e-9 or on_gpu > gpus + 1e-9 else 0.0)
         return shares
 

@@ -31,8 +31,8 @@ GOODBYE_S = 60.0
 FREE = frozenset(
     {"algorithm", "actors", "learner", "weight_sync", "pools", "launch", "tracking", "task.reward_network"}
     | {f"buffer.{key}" for key in ("host", "port", "lease_timeout_s", "max_attempts", "give_up_after_s", "durability")}
-    | {f"buffer.{key}" for key in ("capacity_trajectories", "capacity_gib", "fidelity_alarm", "dispatch")}
-    | {f"buffer.{key}" for key in ("replay_steps", "refill_uninformative", "prompt_law", "prompt_tau")}
+    | {f"buffer.{key}" for key in ("capacity_trajectories", "capacity_gib", "dispatch")}
+    | {f"buffer.{key}" for key in ("replay_steps", "refill_uninformative", "prompt_law")}
     | {"buffer.most_samples"}
 )
 """Sections, and keys of others, that may differ from before, but for those in `FIXED`."""

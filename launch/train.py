@@ -406,8 +406,8 @@ class _Run:
         if status is None:
             return
         alarms = {
-            "fidelity": f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}, alarm at "
-            f"{self._config.buffer.fidelity_alarm:g}); see buffer.length_correction"
+            "fidelity": f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}); see "
+            "buffer.length_correction"
             if status.fidelity_alarm
             else "",
             "damage": f"{status.num_damaged} blocks of records of the buffer are damaged; see `leeway buffer verify`"

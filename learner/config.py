@@ -107,9 +107,12 @@ class LearnerConfig(BaseModel):
     checkpoint_timeout_s: PositiveFloat = Field(
         default=600.0, description="A checkpoint that takes longer to write ends the learner."
     )
-    num_threads: PositiveInt = Field(default=1, description="Compute threads per stage on CPU.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where stages compute.")
-    cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per stage.")
+    cpus: float = Field(
+        default=0.5,
+        ge=0,
+        description="Ray CPUs reserved per stage; on a CPU it computes with as many threads, one at least.",
+    )
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage; above 1 a whole number.")
     gpu_memory_share: float | None = Field(
         default=None,
@@ -139,11 +142,16 @@ class LearnerConfig(BaseModel):
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
 
-    def alone(self, gpus: float) -> LearnerConfig:
+    @property
+    def num_threads(self) -> int:
+        """That a stage on a CPU computes with."""
+        return max(1, int(self.cpus))
+
+    def alone(self, gpus: float, cpus: float) -> LearnerConfig:
         """That of a rank which has a whole model, forward only, on so many GPUs or on none."""
         one = dict.fromkeys(("num_stages", "num_replicas", "num_chunks"), 1)
         whole = {"layers_per_chunk": None, "schedule": "gpipe", "reference_offload": "none"}
-        return self.model_copy(update={**one, **whole, "gpus": gpus, "device": "auto" if gpus else "cpu"})
+        return self.model_copy(update={**one, **whole, "gpus": gpus, "cpus": cpus, "device": "auto" if gpus else "cpu"})
 
     def check_pipeline(self, critic: CriticKind | None) -> None:
         """How processes share the model and what they compute in, as far as no model is needed to see it.

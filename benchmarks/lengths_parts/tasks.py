@@ -46,7 +46,7 @@ async def generated(problems: list[Problem], folder: Path, model: Path) -> npt.N
     """(prompts, K) completion tokens, those that were cut with `LONGEST`."""
     config = ActorsConfig(
         group_size=K, max_new_tokens=LONGEST, max_prompt_tokens=MOST_PROMPT, max_running_samples=64, dtype="bfloat16",
-        kv_cache_gib=1.0, num_threads=2,
+        kv_cache_gib=1.0, cpus=2,
     )  # fmt: skip
     served = prepare_serving_model(model, folder)
     engine = await Engine.start(served, config, version=PolicyVersion(0, 0), seed=SEED)

@@ -39,7 +39,7 @@ METRICS: dict[str, str] = {
     "reward/std": "Standard deviation of those rewards.",
     "length/trained_mean": "Mean completion length of the trained samples, tokens.",
     "length/fidelity_ks": "Kolmogorov-Smirnov distance of the completion lengths trained from those generated: 0 "
-    "is the same. What drops stale samples starves long answers; above buffer.fidelity_alarm the run says so.",
+    "is the same. What drops stale samples starves long answers; above 0.2 the run says so.",
     "length/p95_ratio": "95th percentile of the completion lengths trained over that of those generated, from buckets "
     "of half an octave: below 1 long answers are starved.",
     "length/covered": "Share of the groups whose longest completion was no longer than the buffer foretold: 0.9 is "

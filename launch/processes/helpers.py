@@ -137,12 +137,14 @@ class Scorers(Helpers):
         super().__init__(plan, notify, "scorer", scorer_pools(plan.config), "the learner scores itself")
 
     def _spawn(self, helper: PlacedProcess, context: RunContext[Config]) -> tuple[Any, Any]:
-        config, num_gpus = context.config, self._pools[helper.pool].bundle.get("GPU", 0.0)
-        alone = config.model_copy(update={"learner": config.learner.alone(num_gpus)})
+        config, reserved = context.config, self._pools[helper.pool].bundle
+        num_gpus = reserved.get("GPU", 0.0)
+        learner = config.learner.alone(num_gpus, reserved.get("CPU", 0.0))
         variables = {**(ON_GPU if num_gpus else {}), **self._plan.config.launch.env}
-        on, threads = helper.placement.reservation(0), config.learner.num_threads
-        handle = spawn(ScorerRole, helper.log, on=on, threads=threads, concurrency=4, variables=variables)
-        return handle, handle.run.remote(replace(context, config=alone), helper.number)
+        on = helper.placement.reservation(0)
+        handle = spawn(ScorerRole, helper.log, on=on, threads=learner.num_threads, concurrency=4, variables=variables)
+        alone = replace(context, config=config.model_copy(update={"learner": learner}))
+        return handle, handle.run.remote(alone, helper.number)
 
 
 class RankerService(Helpers):

@@ -56,7 +56,7 @@ def run_scorer(orders_path: Path, log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     context = context_of(json.loads(orders_path.read_text()))
-    context.config.learner = context.config.learner.alone(0)
+    context.config.learner = context.config.learner.alone(0, 0)
     ReferenceScorer(context, 0).run()
 
 

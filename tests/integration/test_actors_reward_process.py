@@ -333,7 +333,7 @@ async def test_it_ends_with_an_actor_that_is_killed(folder):
     await gone(pid)
 
 
-async def wait_for(is_so, limit_s=60.0):
+async def wait_for(is_so, limit_s=180.0):
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -27,6 +28,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="buffer-property-"))
         self.buffer = None
+        self.patched = pytest.MonkeyPatch()
 
     @initialize(
         updates_per_step=st.sampled_from([1, 2, 4]),
@@ -57,8 +59,10 @@ class ScheduledBuffer(RuleBasedStateMachine):
             refill_uninformative=refill,
             most_samples=most_samples,
             prompt_law=prompt_law,
-            prompt_tau=data.draw(st.sampled_from([2.0, 20.0])),
         )
+        least_tau = data.draw(st.sampled_from([2.0, 20.0]))
+        self.patched.setattr("buffer.prompts.LEAST_TAU", least_tau)
+        self.tau = max(least_tau, 5 / groups_per_step * updates_per_step)
         self.buffer = InProcessBuffer(self.folder, facts, config)
         self.max_lag, self.staleness, self.updates_per_step = max_lag, staleness, updates_per_step
         self.epochs = dict.fromkeys(NAMES, 0)
@@ -110,7 +114,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         size, most = self.buffer.facts.group_size, self.buffer.config.most_samples
         if tries is None or not most or tries.failed <= tries.passed:
             return size
-        left = math.exp(-max(0, version - tries.version) / self.buffer.config.prompt_tau)
+        left = math.exp(-max(0, version - tries.version) / self.tau)
         a, b, enough = 1 + left * tries.passed, 1 + left * tries.failed, 2 / (size + 1) + 1e-9
         none = every = 1.0
         for num in range(most):
@@ -302,6 +306,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         if self.buffer is not None:
             self.progress()
             self.buffer.close()
+        self.patched.undo()
         shutil.rmtree(self.folder)
 
     def progress(self):

@@ -106,7 +106,7 @@ def test_of_several_shards_the_worst_counts_in_each_figure():
 
 
 def test_starved_lengths_raise_the_distance_and_one_warning_that_names_them(make, caplog):
-    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.01, max_uses=400, fidelity_alarm=0.3)
+    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.01, max_uses=400)
     buffer, actor = started(make, settings, groups_per_step=2)
     generate(buffer, actor, 4, [1.0], tokens=16)
     generate(buffer, actor, 4, [0.0], tokens=3000)

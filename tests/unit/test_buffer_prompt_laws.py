@@ -289,9 +289,16 @@ def test_other_laws_learn_nothing(make, law):
     assert Run(make, law).go(3).tries() == {}
 
 
-MORE = {"law": "epoch", "most_samples": 12, "prompt_tau": 1e9}
+MORE = {"law": "epoch", "most_samples": 12}
 
 
+@pytest.fixture
+def lasting(monkeypatch):
+    """What is known of prompts does not fade."""
+    monkeypatch.setattr("buffer.prompts.LEAST_TAU", 1e9)
+
+
+@pytest.mark.usefixtures("lasting")
 def test_never_solved_prompts_have_larger_groups_each_time_they_come_and_every_epoch_has_each_prompt_once(make):
     run = Run(make, **MORE).go(80)
     visits = Counter()
@@ -317,6 +324,7 @@ def never_solved(buffer):
         buffer.store.write(learn)
 
 
+@pytest.mark.usefixtures("lasting")
 def test_who_has_room_for_so_many_groups_gets_as_many_samples_and_no_more_than_one_group_beyond(make):
     run = Run(make, max_lag=16, **MORE)
     never_solved(run.buffer)
@@ -346,6 +354,7 @@ def test_so_does_who_asks_several_shards(tmp_path):
     learner.close()
 
 
+@pytest.mark.usefixtures("lasting")
 def test_a_group_keeps_its_size_whatever_the_key_becomes_and_a_sample_beyond_it_is_no_sample(make):
     run = Run(make, **MORE)
     never_solved(run.buffer)
@@ -360,6 +369,7 @@ def test_a_group_keeps_its_size_whatever_the_key_becomes_and_a_sample_beyond_it_
     assert run.buffer.faults() == []
 
 
+@pytest.mark.usefixtures("lasting")
 def test_what_is_issued_again_of_a_larger_group_are_the_samples_that_it_lacks(make):
     run = Run(make, **MORE)
     never_solved(run.buffer)

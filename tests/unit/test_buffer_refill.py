@@ -165,8 +165,7 @@ def test_a_group_of_one_sample_is_never_set_aside(make):
 
 
 def test_the_guard_of_lengths_sees_what_refilling_leaves_out(make, caplog):
-    config = BufferConfig(fidelity_alarm=0.3)
-    buffer, actor = started(make, 4.0, config, max_tokens=64, vocab_size=64, num_prompts=500, groups_per_step=8)
+    buffer, actor = started(make, 4.0, BufferConfig(), max_tokens=64, vocab_size=64, num_prompts=500, groups_per_step=8)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 20):
             rows = []

@@ -273,5 +273,5 @@ def test_on_a_cpu_a_stage_keeps_its_threads_and_what_it_freed(card, monkeypatch)
     shares, found = card(True), []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(device_module, "keep_freed_memory", lambda: found.append("kept"))
-    settle(LearnerConfig(num_threads=3), torch.device("cpu"))
+    settle(LearnerConfig(cpus=3.5), torch.device("cpu"))
     assert (found, shares) == ([3, "kept"], [])
