@@ -2,9 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
-# A file is one worker's, for its tests share what it starts; the longest go first. Four on two cores, for tests wait for a
+# A file is one worker's, for its tests share what it starts. Three on two cores, for tests wait for a
 # good part of their time.
-FOUR_FILES_AT_A_TIME := -n 4 --dist loadfile --no-loadscope-reorder
+THREE_FILES_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -19,14 +19,14 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 
 test: install  ## unit, integration, property, faults and end to end (about a quarter of an hour)
 	@echo "Running the tests: about a quarter of an hour on 2 cores"
-	$(PYTEST) $(FOUR_FILES_AT_A_TIME) tests/e2e tests/integration tests/faults tests/property tests/unit
+	$(PYTEST) $(THREE_FILES_AT_A_TIME) tests/e2e tests/integration tests/faults tests/property tests/unit
 
 full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)
-	LEEWAY_FAULTS=all $(PYTEST) $(FOUR_FILES_AT_A_TIME) tests/unit tests/integration tests/property
+	LEEWAY_FAULTS=all $(PYTEST) $(THREE_FILES_AT_A_TIME) tests/unit tests/integration tests/property
 	LEEWAY_FAULTS=all $(PYTEST) tests/faults tests/e2e
 
 unit: install  ## each part by itself, without a process of ours: 2 minutes on 2 cores
-	$(PYTEST) $(FOUR_FILES_AT_A_TIME) tests/unit -m "not process"
+	$(PYTEST) $(THREE_FILES_AT_A_TIME) tests/unit -m "not process"
 
 faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (for all of it: root, and apt's strace iptables iproute2 faketime)
 	@echo "Injecting every fault: about an hour on 2 cores"

@@ -382,6 +382,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full  # test_life_of_a_run.py kills a command, and none of its engines is left
 async def test_an_engine_does_not_outlive_an_owner_that_was_killed(tmp_path: Path):
     tiny_llama(0, tied=False).save_pretrained(tmp_path / "model")
     script = tmp_path / "owner.py"

@@ -66,8 +66,8 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 BUDGETS = (30, 64, 300)
 FUSED_BUDGETS = (30, 48, 100, 300)
 SHAPES = [(replicas, stages) for replicas in (1, 2) for stages in (1, 2, 4)]
-FULL_SHAPES = [(2, 1), (2, 4)]
-"""Of two replicas of two stages and of four stages alone they hold nothing but the product."""
+FULL_SHAPES = [(1, 1), (2, 1), (2, 2), (2, 4)]
+"""Two stages and four hold all that schedules do; test_learner_step.py trains on one and on two replicas too."""
 
 
 @dataclass(frozen=True)
