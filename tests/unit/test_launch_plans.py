@@ -164,7 +164,7 @@ def test_what_train_refuses_is_no_plan_and_a_config_that_it_refuses_has_none():
     assert {each["weight_sync.max_lag"] for each in lags if each["weight_sync.publish_every"] == 1} == {1, 2}
 
 
-@pytest.mark.parametrize("score", [(), ("--pools.score.role", "scorer", "--pools.score.cpus", "2")])
+@pytest.mark.parametrize("score", [(), ("--pools.score.role", "scorer", "--pools.score.cpus", "1.5")])
 def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypatch, score):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     told = ["--learner.cpus", "1.5", "--learner.num_stages", "1", "--actors.num_actors", "1", *score]
