@@ -2,8 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
-# A file is one worker's, for its tests share what it starts. Three on two cores, for tests wait for a
-# good part of their time.
+# A file is one worker's, for its tests share what it starts: three on two cores, for tests wait for a good part of their
+# time. Runs with engines, and the faults whose times are measured, go one by one.
 THREE_FILES_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
@@ -19,7 +19,8 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 
 test: install  ## unit, integration, property, faults and end to end (about a quarter of an hour)
 	@echo "Running the tests: about a quarter of an hour on 2 cores"
-	$(PYTEST) $(THREE_FILES_AT_A_TIME) tests/e2e tests/integration tests/faults tests/property tests/unit
+	$(PYTEST) $(THREE_FILES_AT_A_TIME) tests/integration tests/faults tests/property tests/unit
+	$(PYTEST) tests/e2e
 
 full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)
 	LEEWAY_FAULTS=all $(PYTEST) $(THREE_FILES_AT_A_TIME) tests/unit tests/integration tests/property

@@ -34,11 +34,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "process: starts a process of ours; `make unit` leaves it out")
 
 
-def pytest_collection_modifyitems(items):
-    """The longest file goes first: begun among the last, it would keep the others waiting."""
-    items.sort(key=lambda item: item.path.name != "test_life_of_a_run.py")
-
-
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_this_session(tmp_path_factory):
     """What a run keeps for later ones is not kept in this user's cache."""
