@@ -17,8 +17,8 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## unit, integration, property, faults and end to end (about a quarter of an hour)
-	@echo "Running the tests: about a quarter of an hour on 2 cores"
+test: install  ## unit, integration, property, faults and end to end (about 20 minutes)
+	@echo "Running the tests: about 20 minutes on 2 cores"
 	$(PYTEST) $(THREE_FILES_AT_A_TIME) tests/integration tests/faults tests/property tests/unit
 	$(PYTEST) tests/e2e
 
