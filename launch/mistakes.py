@@ -19,6 +19,8 @@ KEYS_ELSEWHERE = {
     "bf16": "learner.precision",
     "dataset_name": "task.name",
     "dataset_path": "task.path",
+    "kl_estimator": "algorithm.kl_in",
+    "length_scale": "algorithm.mean_over",
     "lr": "learner.learning_rate",
     "max_completion_length": "actors.max_new_tokens",
     "max_prompt_length": "actors.max_prompt_tokens",
@@ -26,6 +28,7 @@ KEYS_ELSEWHERE = {
     "max_tokens": "actors.max_new_tokens",
     "model_name_or_path": "model.path",
     "norm_adv_by_std_in_grpo": "algorithm.baseline",
+    "normalize_std": "algorithm.baseline",
     "num_generations": "actors.group_size",
     "num_iterations": "learner.num_epochs",
     "num_train_epochs": "learner.num_steps",
@@ -36,7 +39,7 @@ KEYS_ELSEWHERE = {
     "save_steps": "learner.checkpoint_every",
     "scale_rewards": "algorithm.baseline",
 }
-"""What other trainers call a key, and its name here."""
+"""What other trainers, or we before, call a key, and its name here."""
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
