@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
 # A file is one worker's, for its tests share what it starts: three on two cores, for tests wait for a good part of their
-# time. Runs with engines, and the faults whose times are measured, go one by one.
+# time. Runs with engines go one by one, and in `make full` and `make faults` the faults too, whose times are measured.
 THREE_FILES_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1

@@ -58,7 +58,7 @@ class ActorsConfig(BaseModel):
     cpus: float = Field(
         default=0.5,
         ge=0,
-        description="Ray CPUs reserved per actor; an engine on a CPU computes with as many threads, one at least.",
+        description="Ray CPUs reserved per actor; its processes compute with as many threads, one at least.",
     )
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per actor; above 1 a whole number.")
     engine_args: dict[str, Any] = Field(
@@ -82,7 +82,7 @@ class ActorsConfig(BaseModel):
 
     @property
     def num_threads(self) -> int:
-        """That an engine on a CPU computes with."""
+        """That its processes compute with."""
         return max(1, int(self.cpus))
 
     @property

@@ -111,7 +111,7 @@ class LearnerConfig(BaseModel):
     cpus: float = Field(
         default=0.5,
         ge=0,
-        description="Ray CPUs reserved per stage; on a CPU it computes with as many threads, one at least.",
+        description="Ray CPUs reserved per stage, which computes with as many threads, one at least.",
     )
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage; above 1 a whole number.")
     gpu_memory_share: float | None = Field(
@@ -144,7 +144,7 @@ class LearnerConfig(BaseModel):
 
     @property
     def num_threads(self) -> int:
-        """That a stage on a CPU computes with."""
+        """That a stage computes with."""
         return max(1, int(self.cpus))
 
     def alone(self, gpus: float, cpus: float) -> LearnerConfig:

@@ -35,7 +35,7 @@ from launch.processes.role_process import (
     results,
 )
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
-from learner.config import LearnerSections
+from learner.config import LearnerConfig, LearnerSections
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import GpuFailed, StageLost
 
@@ -157,8 +157,8 @@ class LearnerGroup:
         self._resumed: TrainingProgress | None = None
         self._restarts = Restarts(plan.config.launch.max_restarts)
         self._checkpoint_at_loss = -1
-        self._gpus = [pool.bundle.get("GPU", 0.0) for pool in stage_pools(plan.config) for _ in range(pool.count)]
-        """That each rank reserves."""
+        self._reserved = [pool.bundle for pool in stage_pools(plan.config) for _ in range(pool.count)]
+        """By each rank."""
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class LearnerGroup:
         assert self._placement is not None, "ask_for_places() comes first"
         for rank in range(self._config.num_replicas * self._config.num_stages):
             log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
-            variables = {**(ON_GPU if self._gpus[rank] else {}), **self._plan.config.launch.env}
-            threads = self._config.num_threads
+            own = self._config_of(rank)
+            variables, threads = {**(ON_GPU if own.gpus else {}), **self._plan.config.launch.env}, own.num_threads
             handle = spawn(StageRole, log, on=on, threads=threads, concurrency=4, variables=variables)
             self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
         first = self._stages[0]
@@ -306,12 +306,15 @@ class LearnerGroup:
         ]
         self._enter(Phase.SETTING_UP, told)
 
+    def _config_of(self, rank: int) -> LearnerConfig:
+        """The section as it is for the rank's pool."""
+        reserved = self._reserved[rank]
+        return self._config.model_copy(update={"cpus": reserved.get("CPU", 0.0), "gpus": reserved.get("GPU", 0.0)})
+
     def _context_of(self, rank: int) -> RunContext[LearnerSections]:
-        """Its `learner` section is as it is for the rank's pool."""
         assert self._context is not None, "start() comes first"
         config: Any = self._context.config
-        learner = self._config.model_copy(update={"gpus": self._gpus[rank]})
-        return replace(self._context, config=config.model_copy(update={"learner": learner}))
+        return replace(self._context, config=config.model_copy(update={"learner": self._config_of(rank)}))
 
     def _tell_to_stop(self) -> None:
         for stage in self._stages:

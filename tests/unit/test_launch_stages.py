@@ -303,13 +303,19 @@ def test_ranks_whose_host_was_lost_wait_for_another_but_not_for_ever(learner):
         learner.stages.watch()
 
 
-def test_a_rank_is_told_of_the_gpus_of_its_own_pool_and_has_the_environment_of_one(tmp_path, monkeypatch):
+def test_a_rank_is_told_of_what_its_own_pool_reserves_and_has_the_environment_of_a_gpu(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(Rank, "told", lambda self, context, rank, _: told.append((rank, context.config.learner.gpus)))
-    pools = ["--pools.a", '{role = "learner", count = 1, gpus = 1}', "--pools.b", '{role = "learner", gpus = 2}']
+
+    def tell(_self, context, rank, _rendezvous):
+        learner = context.config.learner
+        told.append((rank, learner.gpus, learner.num_threads))
+
+    monkeypatch.setattr(Rank, "told", tell)
+    first = '{role = "learner", count = 1, gpus = 1, cpus = 3}'
+    pools = ["--pools.a", first, "--pools.b", '{role = "learner", gpus = 2}']
     learner = Learner(tmp_path, monkeypatch, *pools, "--launch.env.NCCL_DEBUG", "INFO")
     learner.start()
-    assert told == [(0, 1.0), (1, 2.0)]
+    assert told == [(0, 1.0, 3), (1, 2.0, 1)]
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "INFO"}
     assert [rank.variables for rank in learner.ranks] == [expected, expected]
 
