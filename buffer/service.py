@@ -49,6 +49,8 @@ _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
+_BRING_DATA = (p.HandOn, p.WriteScores)
+"""Messages that are put off as pushes are where a disk is full."""
 _FULL_HEARD_S = 5.0
 """So long after it a push that was put off has been tried again."""
 _SET_ASIDE_S = 0.25
@@ -244,14 +246,15 @@ class BufferService:
             self._complain_at = now + _COMPLAIN_EVERY_S
         self._full_until, self._full_because = now + _FULL_PAUSE_S, reason
         self._unwritten.clear()  # nonsense has no room
-        others = [each for each in asked if not isinstance(each, _Pushed)]
+        others = [each for each in asked if not isinstance(each, _Pushed) and not isinstance(each.message, _BRING_DATA)]
         refused = p.Refused(reason, p.RETRY)
         if len(others) < len(asked):
             self._store.read(self._core.leases.restart)
             try:
                 outbox, parked, blames = self._store.write(lambda tx: self._answer(tx, others))
-                pushes = requests_in(each for each in asked if isinstance(each, _Pushed))
-                outbox += [_Outgoing(identity, number, refused, b"") for identity, number in pushes]
+                kept = set(map(id, others))
+                put_off = requests_in(each for each in asked if id(each) not in kept)
+                outbox += [_Outgoing(identity, number, refused, b"") for identity, number in put_off]
                 return _Answers(outbox, parked, blames)
             except StoreFull:
                 pass

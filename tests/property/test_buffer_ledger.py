@@ -303,11 +303,13 @@ class ScheduledBuffer(RuleBasedStateMachine):
             assert status.ledger["dropped_stale"] == 0
 
     def teardown(self):
-        if self.buffer is not None:
-            self.progress()
-            self.buffer.close()
-        self.patched.undo()
-        shutil.rmtree(self.folder)
+        try:
+            if self.buffer is not None:
+                self.progress()
+                self.buffer.close()
+        finally:
+            self.patched.undo()
+            shutil.rmtree(self.folder)
 
     def progress(self):
         """From wherever the schedule ended, willing actors and a learner get on: nothing is stuck."""
