@@ -81,11 +81,6 @@ class ActorsConfig(BaseModel):
     eval_problems: PositiveInt = Field(default=256, description="Held-out problems of an evaluation during the run.")
 
     @property
-    def num_threads(self) -> int:
-        """That its processes compute with."""
-        return max(1, int(self.cpus))
-
-    @property
     def max_model_tokens(self) -> int:
         """Longest prompt plus completion."""
         return self.max_prompt_tokens + self.max_new_tokens

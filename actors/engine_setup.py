@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig
 from common.hf_folder import check_model_folder, tensors_in
-from common.process import DaemonThreads, uncollected
+from common.process import DaemonThreads, threads_of, uncollected
 from common.user_input import did_you_mean
 from weight_sync.host_folder import HostFolder
 from weight_sync.manifest import TransferFailed
@@ -67,7 +67,7 @@ _SET_ON_CPU = {
 def set_environment(config: ActorsConfig) -> None:
     """What vLLM reads from the environment only. Inherited by the engine's processes."""
     os.environ[OWNER_ENV] = str(os.getpid())
-    os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads_of(config.cpus))
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

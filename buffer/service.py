@@ -49,8 +49,6 @@ _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
-_BRING_DATA = (p.HandOn, p.WriteScores)
-"""Messages that are put off as pushes are where a disk is full."""
 _FULL_HEARD_S = 5.0
 """So long after it a push that was put off has been tried again."""
 _SET_ASIDE_S = 0.25
@@ -236,7 +234,7 @@ class BufferService:
         return asked
 
     def _answer_on_full_disk(self, asked: list[Asked], reason: str) -> _Answers:
-        """Nothing of this turn could be written: pushes are to come again a little later, and what else does not fit.
+        """Nothing of this turn could be written: what brings data is to come again later, and what else does not fit.
 
         However many actors try again, a learner hears in time what it waits for, and what it is done with makes room.
         """
@@ -246,21 +244,18 @@ class BufferService:
             self._complain_at = now + _COMPLAIN_EVERY_S
         self._full_until, self._full_because = now + _FULL_PAUSE_S, reason
         self._unwritten.clear()  # nonsense has no room
-        others = [each for each in asked if not isinstance(each, _Pushed) and not isinstance(each.message, _BRING_DATA)]
-        refused = p.Refused(reason, p.RETRY)
-        if len(others) < len(asked):
-            self._store.read(self._core.leases.restart)
-            try:
-                outbox, parked, blames = self._store.write(lambda tx: self._answer(tx, others))
-                kept = set(map(id, others))
-                put_off = requests_in(each for each in asked if id(each) not in kept)
-                outbox += [_Outgoing(identity, number, refused, b"") for identity, number in put_off]
-                return _Answers(outbox, parked, blames)
-            except StoreFull:
-                pass
         # What a failed turn did to leases is undone in the store, so their deadlines start anew too.
         self._store.read(self._core.leases.restart)
-        return _Answers([_Outgoing(*each, refused, b"") for each in requests_in(asked)], self._parked, [])
+        data = [each for each in asked if _brings_data(each)]
+        if data:
+            others = [each for each in asked if not _brings_data(each)]
+            try:
+                answers = self._store.write(lambda tx: self._answer(tx, others))
+            except StoreFull:
+                self._store.read(self._core.leases.restart)
+            else:
+                return answers._replace(outbox=answers.outbox + _put_off(data, reason))
+        return _Answers(_put_off(asked, reason), self._parked, [])
 
     def close(self) -> None:
         """Give the address and the folder back."""
@@ -300,7 +295,7 @@ class BufferService:
         return arrivals
 
     def _answer(self, tx: Transaction, asked: Sequence[Asked]) -> _Answers:
-        """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
+        """All replies of one turn. May run twice, where the store grows or is full, so it changes nothing but `tx`."""
         outbox: list[_Outgoing] = []
         blames: list[_Blame] = []
         parked = dict(self._parked)
@@ -462,10 +457,12 @@ def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: 
     return arrivals
 
 
-def requests_in(asked: Iterable[Asked]) -> list[tuple[bytes, int]]:
-    """Identity and number of every request that somebody waits for."""
-    found = []
-    for each in asked:
-        requests = each.requests if isinstance(each, _Pushed) else [each]
-        found += [(request.identity, request.request_id) for request in requests]
-    return found
+def _brings_data(asked: Asked) -> bool:
+    return isinstance(asked, _Pushed) or isinstance(asked.message, p.HandOn | p.WriteScores)
+
+
+def _put_off(asked: Iterable[Asked], reason: str) -> list[_Outgoing]:
+    """Ask everyone to send it again a little later."""
+    refused = p.Refused(reason, p.RETRY)
+    requests = (request for each in asked for request in (each.requests if isinstance(each, _Pushed) else [each]))
+    return [_Outgoing(request.identity, request.request_id, refused, b"") for request in requests]

@@ -83,6 +83,11 @@ class DaemonThreads:
             self._num_running -= 1
 
 
+def threads_of(cpus: float) -> int:
+    """That a process computes with which reserves so many CPUs."""
+    return max(1, int(cpus))
+
+
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """The collector is off within the block; vLLM alone is imported in three quarters of the time."""

@@ -19,8 +19,6 @@ KEYS_ELSEWHERE = {
     "bf16": "learner.precision",
     "dataset_name": "task.name",
     "dataset_path": "task.path",
-    "kl_estimator": "algorithm.kl_in",
-    "length_scale": "algorithm.mean_over",
     "lr": "learner.learning_rate",
     "max_completion_length": "actors.max_new_tokens",
     "max_prompt_length": "actors.max_prompt_tokens",
@@ -28,7 +26,6 @@ KEYS_ELSEWHERE = {
     "max_tokens": "actors.max_new_tokens",
     "model_name_or_path": "model.path",
     "norm_adv_by_std_in_grpo": "algorithm.baseline",
-    "normalize_std": "algorithm.baseline",
     "num_generations": "actors.group_size",
     "num_iterations": "learner.num_epochs",
     "num_train_epochs": "learner.num_steps",
@@ -39,7 +36,17 @@ KEYS_ELSEWHERE = {
     "save_steps": "learner.checkpoint_every",
     "scale_rewards": "algorithm.baseline",
 }
-"""What other trainers, or we before, call a key, and its name here."""
+"""What other trainers call a key, and its name here."""
+MOVED = {
+    "actors.num_threads": "actors.cpus",
+    "algorithm.kl_estimator": "algorithm.kl_in",
+    "algorithm.length_scale": "algorithm.mean_over",
+    "algorithm.log_ratio": "algorithm.variant",
+    "algorithm.normalize_std": "algorithm.baseline",
+    "learner.num_threads": "learner.cpus",
+    "task.seed": "task.params.seed",
+}
+"""Keys that went, and what says it now. A key of the same name in another section says something else."""
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
@@ -122,6 +129,8 @@ def _tag(model: type[BaseModel]) -> str:
 def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], given: object) -> str:
     model, key = models[-1], keys[-1]
     own = ".".join(keys[:-1])
+    if moved := MOVED.get(".".join(keys)):
+        return f"; it went, and {moved} says it"
     known = list(model.model_fields)
     of_union = [info for name, info in models[-2:][0].model_fields.items() if name in keys[:-1]] if _tag(model) else []
     outer = [member for info in of_union for member in models_of(info.annotation)]

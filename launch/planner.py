@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from common.hf_folder import read_object
+from common.process import threads_of
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
@@ -346,9 +347,8 @@ class Planner:
         shares = []
         for cores, gpus, names in self._sites:
             there = [each for each in workers if each[0] in names]
-            # as many threads as CPUs are reserved, and one at least
             on_cpus = [(count, bundle.get("CPU", 0.0)) for _, count, bundle in there if not bundle.get("GPU")]
-            on_cpu = sum(count * max(1, int(cpus)) for count, cpus in on_cpus)
+            on_cpu = sum(count * threads_of(cpus) for count, cpus in on_cpus)
             shares.append(0.0 if not on_cpu else on_cpu / cores if cores else math.inf)
             cpus = sum(count * bundle.get("CPU", 0.0) for name, count, bundle in there if name not in spared)
             on_gpu = sum(count * bundle.get("GPU", 0.0) for _, count, bundle in there)

@@ -142,11 +142,6 @@ class LearnerConfig(BaseModel):
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
 
-    @property
-    def num_threads(self) -> int:
-        """That a stage computes with."""
-        return max(1, int(self.cpus))
-
     def alone(self, gpus: float, cpus: float) -> LearnerConfig:
         """That of a rank which has a whole model, forward only, on so many GPUs or on none."""
         one = dict.fromkeys(("num_stages", "num_replicas", "num_chunks"), 1)

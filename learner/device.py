@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common.process import keep_freed_memory
+from common.process import keep_freed_memory, threads_of
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
 from learner.orders import default_most_held, stage_of
@@ -91,7 +91,7 @@ def settle(config: LearnerConfig, device: torch.device) -> None:
     threads, and memory that it freed: every micro-batch needs as much again, and page faults took an eighth of a step.
     """
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(threads_of(config.cpus))
         keep_freed_memory()
     elif device.type == "cuda" and config.memory_limit is not None:
         torch.cuda.set_per_process_memory_fraction(config.memory_limit, device)

@@ -103,7 +103,11 @@ def rebuild_file(
         OSError: the disk is full or not writable.
     """
     ordered = sorted(entries, key=lambda entry: entry.name)
-    parent, blobs = TensorFile(parent_file), _mapped(delta)
+    parent = TensorFile(parent_file)
+    try:
+        blobs = mapped(delta)
+    except OSError as error:
+        raise WeightsCorrupt(f"{delta}: cannot be read: {error}") from error
     header = header_of((entry.name, entry.dtype, entry.shape) for entry in ordered)
 
     # one tensor after the other: as large as the file is, little of it is in memory at a time
@@ -197,14 +201,6 @@ def _unpacked(content: memoryview, size: int) -> Bytes:
 
 def _codec() -> pa.Codec:
     return pa.Codec("zstd", compression_level=_ZSTD_LEVEL)
-
-
-def _mapped(path: Path) -> memoryview:
-    """A file's content; nothing where all its tensors are those of the parent."""
-    try:
-        return mapped(path)
-    except OSError as error:
-        raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
 
 
 def _must(holds: bool, complaint: str) -> None:

@@ -219,7 +219,10 @@ class ReasoningGymTask(_TaskConfig):
 
     type: Literal["reasoning_gym"]
     name: str = Field(description="Dataset of reasoning-gym, for example chain_sum.")
-    params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the dataset; seed, 0 unless given, is of its item stream, and decides no split.",
+    )
     num_train: PositiveInt = Field(default=4096, description="Distinct training prompts.")
     num_heldout: PositiveInt = Field(default=1024, description="Distinct held-out problems, split by question hash.")
     answer_tag: str | None = Field(

@@ -121,6 +121,8 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
         if name not in known:
             raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {among_known(name, known)}")
     params = {"seed": 0, **config.params}
+    if type(params["seed"]) is not int:
+        raise TaskError(f"task.params.seed = {params['seed']!r} is not a whole number")
     try:
         if config.name == "composite":
             params["datasets"] = [DatasetSpec(**each) for each in params.get("datasets", ())]

@@ -294,14 +294,12 @@ class ActorPools:
 
     def _spawn(self, actor: ActorProcess) -> None:
         config = self.pools[actor.pool].config
-        on, threads = actor.placement.reservation(0), config.num_threads
         variables = {READY_ENV: str(ceil(self._config.startup_timeout_s)), **self._config.launch.env}
         actor.handle = spawn(
             ActorRole,
             actor.log,
             config,
-            on=on,
-            threads=threads,
+            on=actor.placement.reservation(0),
             concurrency=16,
             variables=variables,
             takes_sigterm=True,

@@ -142,7 +142,7 @@ class Scorers(Helpers):
         learner = config.learner.alone(num_gpus, reserved.get("CPU", 0.0))
         variables = {**(ON_GPU if num_gpus else {}), **self._plan.config.launch.env}
         on = helper.placement.reservation(0)
-        handle = spawn(ScorerRole, helper.log, on=on, threads=learner.num_threads, concurrency=4, variables=variables)
+        handle = spawn(ScorerRole, helper.log, on=on, concurrency=4, variables=variables)
         alone = replace(context, config=config.model_copy(update={"learner": learner}))
         return handle, handle.run.remote(alone, helper.number)
 
@@ -156,7 +156,7 @@ class RankerService(Helpers):
 
     def _spawn(self, helper: PlacedProcess, context: RunContext[Config]) -> tuple[Any, Any]:
         variables = self._plan.config.launch.env
-        handle = spawn(RankerRole, helper.log, on=here(), threads=1, concurrency=2, variables=variables)
+        handle = spawn(RankerRole, helper.log, on=here(), concurrency=2, variables=variables)
         return handle, handle.run.remote(context)
 
 

@@ -184,9 +184,8 @@ class LearnerGroup:
         assert self._placement is not None, "ask_for_places() comes first"
         for rank in range(self._config.num_replicas * self._config.num_stages):
             log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
-            own = self._config_of(rank)
-            variables, threads = {**(ON_GPU if own.gpus else {}), **self._plan.config.launch.env}, own.num_threads
-            handle = spawn(StageRole, log, on=on, threads=threads, concurrency=4, variables=variables)
+            variables = {**(ON_GPU if self._reserved[rank].get("GPU") else {}), **self._plan.config.launch.env}
+            handle = spawn(StageRole, log, on=on, concurrency=4, variables=variables)
             self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
         first = self._stages[0]
         self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(self._plan.host_here))])

@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.config import OFFLINE_ENV
+from common.process import threads_of
 from launch.processes.role_process import RoleProcess, RunFailed
 
 if TYPE_CHECKING:  # as in `services`
@@ -175,7 +176,6 @@ def spawn(
     log: Path,
     *arguments: object,
     on: Reservation,
-    threads: int,
     concurrency: int,
     variables: Mapping[str, str] | None = None,
     takes_sigterm: bool = False,
@@ -186,9 +186,10 @@ def spawn(
     by `signal.sigwait`, has it blocked; of the others it is Ray that decides.
     """
     # compute threads are set in the environment, because libraries read it when they load
+    threads = str(threads_of(on.bundle.get("CPU", 0.0)))
     environment = {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         **{name: os.environ.get(name, "1") for name in _OFFLINE},
         OFFLINE_ENV: ",".join(name for name in _OFFLINE if name not in {**os.environ, **(variables or {})}),

@@ -186,7 +186,7 @@ class Services(ABC):
     def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
         role, arguments = self._role(number)
         variables = self._plan.config.launch.env
-        return spawn(role, log, *arguments, on=here(), threads=1, concurrency=3, variables=variables)
+        return spawn(role, log, *arguments, on=here(), concurrency=3, variables=variables)
 
     def _start_again(self, process: RoleProcess) -> None:
         """Until it serves; an attempt that fails counts as a restart."""

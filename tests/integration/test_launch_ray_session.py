@@ -42,7 +42,7 @@ others.mkdir(parents=True)
 with Interrupts():
     watch = start_ray(load_config(Path("examples/demo.toml"), ["--pools.small.role", "actors"]), "test")
     import ray
-    role = spawn(Role, Path("log"), on=Reservation({}), threads=1, concurrency=1)
+    role = spawn(Role, Path("log"), on=Reservation({}), concurrency=1)
     (session,) = others.parent.glob("session_[0-9]*")
     modes = [oct(each.stat().st_mode & 0o777) for each in (session, *session.parents)]
     found = {"cuda": ray.get(role.see.remote(), timeout=60), "session": str(session), "modes": modes}

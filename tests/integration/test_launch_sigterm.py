@@ -51,7 +51,7 @@ def who_hears(pid):
 ray_cluster._deaf_to_what_ends_us = contextlib.nullcontext
 watch = ray_cluster.start_ray(load_config(Path("examples/demo.toml")), "test")
 log = Path("actor.log").absolute()
-actor = spawn(Actor, log, on=Reservation({}), threads=1, concurrency=4, takes_sigterm=True)
+actor = spawn(Actor, log, on=Reservation({}), concurrency=4, takes_sigterm=True)
 _, pid = ray.get(actor.whereabouts.remote(), timeout=60)
 ray.get(actor.start.remote(None, 0, "pool"), timeout=60)
 work, process = actor.run.remote(), psutil.Process(pid)

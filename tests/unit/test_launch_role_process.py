@@ -101,8 +101,8 @@ def test_a_role_starts_with_the_variables_that_it_is_given_and_sees_no_gpu_that_
     remote = SimpleNamespace(options=lambda **told: options.append(told) or MagicMock())
     monkeypatch.setattr(ray, "remote", lambda _: remote)
     told = {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "0"}
-    for bundle in ({}, {"GPU": 0.5}):
-        spawn(object, Path("log"), on=Reservation(bundle), threads=3, concurrency=1, variables=told)
+    for bundle in ({"CPU": 3.5}, {"GPU": 0.5}):
+        spawn(object, Path("log"), on=Reservation(bundle), concurrency=1, variables=told)
     plain, on_gpu = (each["runtime_env"]["env_vars"] for each in options)
     assert plain.items() >= {**told, "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}.items()
     assert on_gpu.keys() == plain.keys() - {"CUDA_VISIBLE_DEVICES"}

@@ -5,6 +5,7 @@ import re
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from common.process import threads_of
 from launch.processes.learner_group import GRACE_S, StagePoll
 from launch.processes.role_process import RunFailed
 from learner.checkpoint_meta import META_NAME, TrainingProgress, newest_progress, steps_in
@@ -308,7 +309,7 @@ def test_a_rank_is_told_of_what_its_own_pool_reserves_and_has_the_environment_of
 
     def tell(_self, context, rank, _rendezvous):
         learner = context.config.learner
-        told.append((rank, learner.gpus, learner.num_threads))
+        told.append((rank, learner.gpus, threads_of(learner.cpus)))
 
     monkeypatch.setattr(Rank, "told", tell)
     first = '{role = "learner", count = 1, gpus = 1, cpus = 3}'
