@@ -3,8 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
 # A file is one worker's, for its tests share what it starts: three on two cores, for tests wait for a good part of their
-# time. Runs with engines go one by one, and in `make full` and `make faults` the faults too, whose times are measured.
-THREE_FILES_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
+# time. Unit tests take what of the cores a run with engines leaves. In `make full` and `make faults` runs with engines and
+# faults go one by one, for their times are measured.
+FILE_BY_FILE := --dist loadfile --no-loadscope-reorder
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -17,17 +18,17 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## unit, integration, property, faults and end to end (about 20 minutes)
-	@echo "Running the tests: about 20 minutes on 2 cores"
-	$(PYTEST) $(THREE_FILES_AT_A_TIME) tests/integration tests/faults tests/property tests/unit
-	$(PYTEST) tests/e2e
+test: install  ## unit, integration, property, faults and end to end (about 12 minutes)
+	@echo "Running the tests: about 12 minutes on 2 cores"
+	$(PYTEST) -n 2 $(FILE_BY_FILE) tests/e2e tests/unit
+	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/integration tests/faults tests/property
 
 full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)
-	LEEWAY_FAULTS=all $(PYTEST) $(THREE_FILES_AT_A_TIME) tests/unit tests/integration tests/property
+	LEEWAY_FAULTS=all $(PYTEST) -n 3 $(FILE_BY_FILE) tests/unit tests/integration tests/property
 	LEEWAY_FAULTS=all $(PYTEST) tests/faults tests/e2e
 
 unit: install  ## each part by itself, without a process of ours: 2 minutes on 2 cores
-	$(PYTEST) $(THREE_FILES_AT_A_TIME) tests/unit -m "not process"
+	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/unit -m "not process"
 
 faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (for all of it: root, and apt's strace iptables iproute2 faketime)
 	@echo "Injecting every fault: about an hour on 2 cores"

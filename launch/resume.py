@@ -86,6 +86,7 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
     before = load_config(folder.config)
     config = _with_overrides(folder.config, overrides, before)
     changes = _changes(before, config)
+    _check_unfinished(folder, config)
     plan = check(config, folder.root, resumed=identity)
     if plan.task.fingerprint != identity.task_fingerprint:
         raise ConfigError(
@@ -94,19 +95,26 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
         )
     wait_for_the_dead(folder, say)
     _check_buffer(folder, identity.run_id)
+    for sentence in repair(folder):
+        say(sentence)
+    with as_config_error():
+        history = History.read(folder, ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in changes))
+    return Resumption(plan, history, _newest_step(folder))
+
+
+def _newest_step(folder: RunFolder) -> int:
     reached = newest_progress(folder.checkpoints) if folder.checkpoints.is_dir() else None
-    step = 0 if reached is None else reached.step
+    return 0 if reached is None else reached.step
+
+
+def _check_unfinished(folder: RunFolder, config: Config) -> None:
+    step = _newest_step(folder)
     is_over = config.actors.num_actors == 0 or _is_evaluated(folder, step) if folder.summary.exists() else False
     if step >= config.learner.num_steps and is_over:
         raise ConfigError(
             f"the run {folder.root} is finished: it has taken all learner.num_steps = {config.learner.num_steps}. Give "
             f"it more to go on: --learner.num_steps {2 * config.learner.num_steps}"
         )
-    for sentence in repair(folder):
-        say(sentence)
-    with as_config_error():
-        history = History.read(folder, ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in changes))
-    return Resumption(plan, history, step)
 
 
 def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Config:

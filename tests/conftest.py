@@ -65,6 +65,11 @@ def procedural_tasks_are_checked_once():
         yield
 
 
+def pytest_collection_modifyitems(items):
+    """The longest file first, so that the others are done beside it."""
+    items.sort(key=lambda item: item.path.name != "test_life_of_a_run.py")
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("full") and not FULL:
         pytest.skip("for the full run alone: make full")

@@ -255,7 +255,7 @@ class ActorPools:
         for actor in there[count:]:
             self._dismiss(actor)
         self.wanted[name] = count
-        text = f"pool '{name}' had {len(there)} actors and is to have {count}"
+        text = f"pool '{name}' had {len(there)} actor{'s' * (len(there) != 1)} and is to have {count}"
         self._notify("scaled", text)
         return text
 

@@ -126,6 +126,10 @@ def end_ray() -> None:
     Stopped in the middle of its start, Ray leaves agents behind that go on for a minute or two.
     """
     family = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
+    if (node := ray._private.worker._global_node) is not None:
+        kill = node.kill_all_processes
+        # else each in turn gets a second to hear the SIGTERM that it is deaf to
+        node.kill_all_processes = lambda **how: kill(**how | {"allow_graceful": False})
     ray.shutdown()
     _, alive = psutil.wait_procs(family, timeout=RAY_GOODBYE_S)
     for process in alive:

@@ -72,6 +72,7 @@ async def drawn(learner, step, version):
     return decode(draw.body)
 
 
+@pytest.mark.full  # the same holds for the actors of test_life_of_a_run.py, in roles of their own
 async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(context):
     (address,) = context.buffer_addresses
     learner = BufferClient(address, run_id="e2e", role="learner", name="learner", config=BufferConfig())

@@ -65,7 +65,7 @@ def test_of_samples_that_are_handed_on_nothing_acknowledged_is_lost_whoever_is_k
 ):
     service = start_service(facts=MANY, config=CONFIG.model_copy(update={"max_attempts": 10_000}))
     load_on(service, num_actors=0, draws=False)
-    chance, num_points = random.Random(3), pick(6, 200)
+    chance, num_points = random.Random(3), pick(3, 200)
     options = {"hands_on": 0.7, "num_completion_tokens": 4000, "groups": 2}
     alive = {name: start_actor(service, name, **options) for name in ("one", "other")}
     actors, num_killed = [*alive.values()], dict.fromkeys(("actor", "service"), 0)
@@ -114,7 +114,7 @@ def test_leases_of_a_killed_actor_are_issued_again_in_time_and_the_others_do_not
 ):
     service = start_service(facts=MANY, config=SHORT_LEASES)
     load = load_on(service, draws=False, pause_s=0.1)
-    num_kills = pick(4, 50)
+    num_kills = pick(2, 50)
     victims, killed_at = kill_in_mid_send(start_actor, service, num_kills)
     load.end()
     assert load.learner.status().result(60).ledger["in_flight"] == 0
@@ -166,7 +166,7 @@ def replace_a_stopped_actor(start_actor, service, name):
 @pytest.mark.fault(12, "an actor is stopped, replaced and continued")
 def test_every_message_of_an_actor_that_was_replaced_while_it_slept_is_fenced(start_run, start_actor, show):
     service = start_run()
-    acknowledged, num_fenced, num_rounds = set(), 0, pick(2, 20)
+    acknowledged, num_fenced, num_rounds = set(), 0, pick(1, 20)
     for number in range(num_rounds):
         zombie, replacement, before = replace_a_stopped_actor(start_actor, service, f"actor-{number}")
         assert zombie.process.wait(60) == ZOMBIE_EXIT

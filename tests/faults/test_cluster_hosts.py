@@ -38,6 +38,7 @@ def nothing_is_left(hosts) -> None:
         assert (host.processes(), host.listening(), host.files()) == ([], [], [])
 
 
+@pytest.mark.full  # what the script does on one host, and refuses, is in tests/integration
 def test_up_starts_ray_on_every_host_a_second_up_changes_nothing_and_down_leaves_nothing(cluster, hosts):
     said = cluster.up()
     for host, pool in zip(hosts, POOLS, strict=True):

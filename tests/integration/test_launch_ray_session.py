@@ -57,7 +57,11 @@ with Interrupts():
     except Stopped:
         found["stopped"] = True
     found["alarm_s"] = signal.alarm(0)
+    asked = []
+    for (info,) in ray._private.worker._global_node.all_processes.values():
+        info.process.terminate = lambda: asked.append("told")
     end_ray()
+    found["asked"], found["alive"] = asked, [each.pid for each in rays_own if each.is_running()]
     watch.close()
 print(json.dumps(found | {"left": [each.name for each in session.parent.iterdir() if not each.is_symlink()]}))
 """
@@ -90,6 +94,10 @@ def test_a_signal_after_the_start_is_heard_by_us_and_not_by_ray(found):
 def test_its_processes_and_the_roles_are_deaf_to_the_signals_that_are_meant_for_the_command(found):
     assert len(found["blocked"]) >= 4
     assert all(blocked == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM] for blocked in found["blocked"])
+
+
+def test_none_of_its_processes_is_waited_for_by_a_signal_that_it_does_not_hear(found):
+    assert (found["asked"], found["alive"]) == ([], [])
 
 
 def test_workers_that_no_host_has_room_for_are_told_what_was_asked_for_and_what_there_is(found):

@@ -15,6 +15,7 @@ from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.step import _Clock, minibatches
+from tests.full import FULL
 from tests.world.learner import (
     NUM_STEPS,
     SEED,
@@ -54,7 +55,7 @@ CASES = {
 }
 
 
-SHAPES = [(1, 1), (1, 2), (2, 2)]
+SHAPES = [(1, 1), (2, 2), *([(1, 2)] if FULL else ())]
 """Replicas and stages."""
 IN_FLOAT32 = {
     f"{kind}-{precision}": Case(

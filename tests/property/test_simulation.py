@@ -19,8 +19,8 @@ from tests.simulation.knobs import NO_FAULTS, Knobs, choose_faults, choose_knobs
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.seeds import SimulationFailed, Totals, simulate, simulate_with
 
-NUM_POLICY_SEEDS = pick(10_000, 100_000)
-NUM_SYSTEM_SEEDS = pick(200, 1_000)
+NUM_POLICY_SEEDS = pick(3_000, 100_000)
+NUM_SYSTEM_SEEDS = pick(80, 1_000)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def _refilling(seed, refill):
     return knobs, choose_faults(chance)
 
 
-@settings(max_examples=pick(60, 600), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=pick(25, 600), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1), refill=st.sampled_from([0.3, 1.0, 2.5]))
 def test_no_step_has_a_group_of_equal_rewards_unless_the_bound_on_refilling_is_met(environment, seed, refill):
     knobs, faults = _refilling(seed, refill)
@@ -70,7 +70,7 @@ def test_refilled_runs_set_groups_aside_and_a_buffer_that_does_not_is_found_out(
     assert failed.value.invariant == "informative"
 
 
-@settings(max_examples=pick(40, 600), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=pick(15, 600), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1), refill=st.sampled_from([0.0, 1.0]), most_samples=st.sampled_from([3, 7]))
 def test_larger_groups_keep_every_invariant(environment, seed, refill, most_samples):
     knobs, faults = _refilling(seed, refill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from random import Random
 from typing import Any, Protocol
@@ -21,7 +22,8 @@ NUM_EVENTS = 100
 NUM_FINAL_STEPS = 1
 """So many steps must be finished once nothing goes wrong any more."""
 FINAL_ROUNDS = 40
-"""Within so many rounds of 5 seconds: more than a lost lease needs to be granted again."""
+"""Within so many rounds of 5 seconds, more than a lost lease needs to be granted again; and as many for each set of
+groups that may be set aside before."""
 
 
 class Buffer(Protocol):
@@ -268,7 +270,7 @@ class World:
         for actor in self.actors:
             actor.stopped = False
         goal = self.learner.step + NUM_FINAL_STEPS
-        for num_rounds in range(FINAL_ROUNDS):
+        for num_rounds in range(math.ceil(FINAL_ROUNDS * (1 + self.knobs.refill))):
             if self.learner.step >= goal:
                 return num_rounds
             self.round()

@@ -49,9 +49,10 @@ async def test_an_actor_too_far_behind_pulls_first_even_after_a_learner_restart(
         actor = make_actor(buffer, engine, store)
         await actor.start()
         running = asyncio.create_task(actor.run())
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while actor.report().waiting != f"waiting for policy {newest[0]}.{newest[1]}":
+                await asyncio.sleep(0.01)
         assert not engine.started_at
-        assert actor.report().waiting == f"waiting for policy {newest[0]}.{newest[1]}"
         store.version = PolicyVersion(*newest)
         await asyncio.wait_for(running, 60)
         assert set(engine.started_at) == {PolicyVersion(*newest)}

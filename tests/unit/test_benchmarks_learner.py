@@ -115,6 +115,7 @@ def makespan(order, num_stages):
     return max(clock.values())
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_measurement_that_fails_says_which_process():
     with pytest.raises(MeasurementFailed, match=r"process \d of measurements:packing ended with status 1"):

@@ -213,14 +213,6 @@ class LiveRun:
                     each.resume()
                 self._stopped.remove(each)
 
-    def hurry(self, role: str, number: int = 0) -> None:
-        """Give a role our own priority, where we may: Ray's processes let all others go first."""
-        for each in self.processes(role, number):
-            with suppress(psutil.Error):
-                for thread in each.threads():
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.setpriority(os.PRIO_PROCESS, thread.id, os.getpriority(os.PRIO_PROCESS, 0))
-
     def close(self) -> None:
         """Leave nothing behind, whatever became of the test."""
         if self.process.poll() is None:
