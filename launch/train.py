@@ -216,8 +216,10 @@ def _follow(
     try:
         return run.go()
     except RunFailed as error:
-        sinks.fail(str(error))
-        if run.has_begun or earlier is not None or not isinstance(error, WrongInput):
+        may_go_on = run.has_begun or earlier is not None
+        is_told = not may_go_on or "leeway resume" in str(error)
+        sinks.fail(str(error) if is_told else f"{error}. Once that is mended, `leeway resume {folder.root}` goes on")
+        if may_go_on or not isinstance(error, WrongInput):
             return ExitStatus.FAILED
         at_end.pop_all()  # of a run that never was there is nothing to report
         return ExitStatus.WRONG_INPUT

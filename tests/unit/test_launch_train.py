@@ -235,6 +235,7 @@ def test_a_run_that_a_process_refuses_before_it_has_begun_leaves_no_folder_and_a
     leaves_nothing = status is ExitStatus.WRONG_INPUT
     assert made.folder.root.exists() is not leaves_nothing
     assert reported == ([] if leaves_nothing else [True])
+    goes_on = f". Once that is mended, `leeway resume {made.folder.root}` goes on" if begins or not is_new else ""
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("leeway: ")] == [
-        f"leeway: {error}"
+        f"leeway: {error}{goes_on}"
     ]
