@@ -137,14 +137,14 @@ def run_step(
     why = ""
     try:
         status = process.wait(limit_s)
-        if status and not any(told_why):
-            why = f"its process ended with status {status}: {said[-1] if said else 'it said nothing'}"
     except subprocess.TimeoutExpired:
         status, why = -1, f"took longer than {limit_s:g} s"
     finally:
         end_families(process)
         for reader in readers:
             reader.join(JOIN_S)
+    if status and not why and not any(told_why):
+        why = f"its process ended with status {status}: {said[-1] if said else 'it said nothing'}"
     seconds = round(time.monotonic() - start, 1)
     write({"step": step.name, "case": "took", "cpu": on_cpu, "seconds": seconds, **({"failed": why} if why else {})})
     return status == 0

@@ -61,7 +61,7 @@ with Interrupts():
     for (info,) in ray._private.worker._global_node.all_processes.values():
         info.process.terminate = lambda: asked.append("told")
     end_ray()
-    found["asked"], found["alive"] = asked, [each.pid for each in rays_own if each.is_running()]
+    found["asked"], found["alive"] = asked, [each.pid for each in psutil.wait_procs(rays_own, 20)[1]]
     watch.close()
 print(json.dumps(found | {"left": [each.name for each in session.parent.iterdir() if not each.is_symlink()]}))
 """
