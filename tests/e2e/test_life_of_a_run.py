@@ -34,6 +34,7 @@ from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store
 from launch.observe.trace import read
 from learner.checkpoint_meta import steps_in
+from tests.world.command import leeway_here
 from tests.world.files import json_rows
 from tests.world.live_run import ROOT, LiveRun, assert_ended_in_order, command_of, descendants, wait_for_end
 from tests.world.ports import free_port
@@ -140,15 +141,6 @@ def act(run: Life, request):
 def leeway(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-
-
-def leeway_here(capsys, *arguments: object) -> tuple[int, str]:
-    """Status and words of a command in this process, which has imported what it needs."""
-    from launch.cli import main
-
-    status = main([*map(str, arguments)])
-    said = capsys.readouterr()
-    return status, said.out + said.err
 
 
 def acknowledged(run: Life) -> dict[tuple, dict]:
@@ -439,7 +431,7 @@ def test_its_model_loads_in_plain_transformers_and_answers_as_the_run_said(run: 
 
 
 def test_it_exports_as_it_did_itself_and_passes_over_a_damaged_checkpoint(run: Life, tmp_path, capsys):
-    status, said = leeway_here(capsys, "resume", run.folder)
+    status, _, said = leeway_here(capsys, "resume", run.folder)
     assert status == 2
     assert "Give it more to go on: --learner.num_steps" in said
     assert leeway_here(capsys, "export", run.folder, tmp_path / "newest")[0] == 0
@@ -449,10 +441,10 @@ def test_it_exports_as_it_did_itself_and_passes_over_a_damaged_checkpoint(run: L
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    status, said = leeway_here(capsys, "export", run.folder, tmp_path / "out", "--step", int(newest.name[5:]))
+    status, _, said = leeway_here(capsys, "export", run.folder, tmp_path / "out", "--step", int(newest.name[5:]))
     assert status == 2
     assert "does not have the checksum that it was written with; there are those of step" in said
-    status, said = leeway_here(capsys, "export", run.folder, tmp_path / "out")
+    status, _, said = leeway_here(capsys, "export", run.folder, tmp_path / "out")
     assert status == 0
     assert "the checkpoint before it is used" in said
 
@@ -471,7 +463,7 @@ def test_the_last_line_names_its_report_and_the_timeline_has_every_role(run: Lif
 
 def test_its_folder_is_not_trained_into_again(run: Life, capsys):
     place = ("--run.dir", run.folder.parent, "--run.name", run.folder.name)
-    status, said = leeway_here(capsys, "train", "examples/demo.toml", *place)
+    status, _, said = leeway_here(capsys, "train", "examples/demo.toml", *place)
     assert status == 2
     assert "exists already" in said
 

@@ -9,6 +9,7 @@ import pytest
 
 from buffer import client
 from tests.world.buffer import InProcessBuffer, facts
+from tests.world.command import leeway_here
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -60,10 +61,7 @@ def leeway(capsys):
     """`leeway(...)`: status, lines and errors of `leeway buffer ...`."""
 
     def run(*arguments):
-        from launch.cli import main
-
-        status = main(["buffer", *map(str, arguments)])
-        said = capsys.readouterr()
-        return status, said.out.splitlines(), said.err
+        status, out, errors = leeway_here(capsys, "buffer", *arguments)
+        return status, out.splitlines(), errors
 
     return run

@@ -16,6 +16,7 @@ from launch.config import load_config
 from launch.errors import ConfigError, ExitStatus
 from launch.run_folder import claimed_weights
 from tests.unit.small_models import Model
+from tests.world.command import leeway_here
 
 OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT
 
@@ -55,8 +56,8 @@ def file_task(tmp_path):
 
 
 def run(capsys, *arguments: object) -> tuple[int, str]:
-    status = main(["train", *map(str, arguments)])
-    return status, capsys.readouterr().err
+    status, _, errors = leeway_here(capsys, "train", *arguments)
+    return status, errors
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from launch.resume import resume
 from launch.run_folder import RunIdentity, claimed
 from learner.checkpoint_meta import CheckpointMeta, TrainingProgress
 from tests.unit.made_up_run import context
+from tests.world.command import leeway_here
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SMALL = (
@@ -45,10 +46,9 @@ def train(tmp_path, capsys):
     def run(source, *overrides, config=DEMO):
         out = tmp_path / "runs"
         arguments = ["train", config, "--from", source, "--run.dir", out, *SMALL, *UNBOUNDED, *overrides, "--dry-run"]
-        status = main([*map(str, arguments)])
+        answered = leeway_here(capsys, *arguments)
         assert not out.exists()
-        said = capsys.readouterr()
-        return status, said.out, said.err
+        return answered
 
     return run
 

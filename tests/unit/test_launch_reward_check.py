@@ -11,6 +11,7 @@ from actors.rewards import Scorer
 from launch import reward_check
 from launch.cli import main
 from launch.errors import ExitStatus
+from tests.world.command import leeway_here
 from tests.world.reward_callers import InThisProcess
 
 CONFIG = """
@@ -44,9 +45,8 @@ def check(tmp_path, capsys):
         path = tmp_path / "task.toml"
         path.write_text(CONFIG.format(rewards=", ".join(f'"{rewards[0]}.py:{name}"' for name in rewards)))
         number = () if num is None else ("--num", str(num))
-        status = main(["check-reward", str(path), *number, *options])
-        said = capsys.readouterr()
-        return status, " ".join((said.out + said.err).replace("│", " ").split())
+        status, out, errors = leeway_here(capsys, "check-reward", path, *number, *options)
+        return status, " ".join((out + errors).replace("│", " ").split())
 
     return run
 

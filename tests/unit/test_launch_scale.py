@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from launch.cli import main
 from launch.control import Control
 from launch.errors import ExitStatus
 from launch.observe.observer import Observer
 from launch.run_folder import claimed
 from tests.unit.made_up_run import plan
+from tests.world.command import leeway_here
 
 
 @pytest.fixture
@@ -49,9 +49,7 @@ def living(run):
 
 
 def said(capsys, *arguments: object) -> tuple[int, str, str]:
-    status = main(["scale", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    return leeway_here(capsys, "scale", *arguments)
 
 
 def test_a_run_that_lives_says_what_it_begins(living, capsys):

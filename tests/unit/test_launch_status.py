@@ -15,6 +15,7 @@ from launch.observe.observer import Observer
 from launch.observe.status import STALE_S, Accuracy, PollResult, read_status, write_status
 from launch.run_folder import claimed
 from tests.unit.made_up_run import plan, process, report, status, step_row
+from tests.world.command import leeway_here
 
 
 @pytest.fixture
@@ -36,9 +37,7 @@ def run(tmp_path, monkeypatch):
 
 
 def said(capsys, *arguments: str) -> tuple[int, str, str]:
-    result = main(["status", *arguments])
-    captured = capsys.readouterr()
-    return result, captured.out, captured.err
+    return leeway_here(capsys, "status", *arguments)
 
 
 def test_a_run_that_lives_says_how_it_does_and_the_newest_is_meant(run, capsys):
