@@ -18,8 +18,8 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## unit, integration, property, faults and end to end (about 12 minutes)
-	@echo "Running the tests: about 12 minutes on 2 cores"
+test: install  ## unit, integration, property, faults and end to end (about 14 minutes)
+	@echo "Running the tests: about 14 minutes on 2 cores"
 	$(PYTEST) -n 2 $(FILE_BY_FILE) tests/e2e tests/unit
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/integration tests/faults tests/property
 

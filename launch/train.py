@@ -217,8 +217,10 @@ def _follow(
         return run.go()
     except RunFailed as error:
         may_go_on = run.has_begun or earlier is not None
-        is_told = not may_go_on or "leeway resume" in str(error)
-        sinks.fail(str(error) if is_told else f"{error}. Once that is mended, `leeway resume {folder.root}` goes on")
+        why = str(error)
+        if may_go_on and "leeway resume" not in why:
+            why += f". Once that is mended, `leeway resume {folder.root}` goes on"
+        sinks.fail(why)
         if may_go_on or not isinstance(error, WrongInput):
             return ExitStatus.FAILED
         at_end.pop_all()  # of a run that never was there is nothing to report
