@@ -3,8 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
 # A file is one worker's, for its tests share what it starts: three on two cores, for tests wait for a good part of their
-# time. Unit tests take what of the cores a run with engines leaves. In `make full` and `make faults` runs with engines and
-# faults go one by one, for their times are measured.
+# time. Unit tests let a run with engines go first, and take what it leaves of the cores. In `make full` and `make faults`
+# runs with engines and faults go one by one, for their times are measured.
 FILE_BY_FILE := --dist loadfile --no-loadscope-reorder
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
@@ -18,9 +18,9 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## unit, integration, property, faults and end to end (about 14 minutes)
-	@echo "Running the tests: about 14 minutes on 2 cores"
-	$(PYTEST) -n 2 $(FILE_BY_FILE) tests/e2e tests/unit
+test: install  ## unit, integration, property, faults and end to end (about 12 minutes)
+	@echo "Running the tests: about 12 minutes on 2 cores"
+	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/e2e tests/unit
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/integration tests/faults tests/property
 
 full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.faults.disks import Mounts, fill
+from tests.world.command import leeway_here
 from tests.world.live_run import ROOT, command_of, descendants, start, wait_for_end, wait_for_steps
 from tests.world.ports import free_port
 
@@ -37,13 +38,12 @@ def only_sentence(output: str) -> str:
     return said[0]
 
 
-def test_a_disk_without_space_for_the_folder_is_refused_before_anything_starts(mounts):
+def test_a_disk_without_space_for_the_folder_is_refused_before_anything_starts(mounts, capsys):
     disk = mounts.tmpfs("small", 1)
     fill(disk, leave_bytes=0)
-    process = start(disk)
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2, output
-    assert "No space left on device" in only_sentence(output)
+    status, _, said = leeway_here(capsys, "train", "examples/demo.toml", "--run.dir", disk, "--run.name", "run")
+    assert status == 2, said
+    assert "No space left on device" in only_sentence(said)
     assert not (disk / "run").exists()
 
 

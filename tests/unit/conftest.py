@@ -15,7 +15,7 @@ from tests.world.command import leeway_here
 @pytest.fixture(autouse=True, scope="session")
 def others_go_first():
     """Beside these tests `make test` has a run with engines, which waits for what they need not."""
-    os.nice(10)
+    os.nice(5)
 
 
 @pytest.fixture(autouse=True)

@@ -282,10 +282,15 @@ async def test_one_process_serves_calls_that_are_short_and_more_come_up_to_the_b
         await asyncio.gather(*(scores.score(PROBLEM, "a") for _ in range(70)))
     assert len(processes) == 1
     stuck = []
-    for count in (1, 2, 3, 3):
+    for count in (1, 2, 3):
         stuck.append(asyncio.create_task(scores.score(PROBLEM, "stuck")))
-        await asyncio.sleep(0.25)
+        async with asyncio.timeout(60):
+            while sum(["stuck"] in process.calls for process in processes) < count:
+                await asyncio.sleep(0.005)
         assert len(processes) == count
+    stuck.append(asyncio.create_task(scores.score(PROBLEM, "stuck")))
+    await asyncio.sleep(0.25)
+    assert len(processes) == 3
     await scores.close()
     assert await asyncio.wait(stuck, timeout=60) == (set(stuck), set())
 

@@ -103,7 +103,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
-        (["--task.num_heldout", "5000"], "distinct"),
+        (["--task.params.min_digits", "1", "--task.params.max_digits", "1"], "distinct"),
         (["--task.template", "{metadata[expresion]}="], "did you mean 'expression'?"),
         (["--actors.max_prompt_tokens", "100"], "was made for at most 64 tokens"),
         (["--algorithm.beta", "0"], "algorithm.beta = 0"),

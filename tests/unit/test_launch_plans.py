@@ -45,8 +45,8 @@ def few(monkeypatch):
     """Simulations are short here: what they find is tested elsewhere."""
     monkeypatch.setattr(planning, "NUM_SIMULATED", 4)
     monkeypatch.setattr(planning, "NUM_CLOSER", 2)
-    monkeypatch.setattr(planning, "FEW_SAMPLES", 2000)
-    monkeypatch.setattr(planning, "MANY_SAMPLES", 4000)
+    monkeypatch.setattr(planning, "FEW_SAMPLES", 500)
+    monkeypatch.setattr(planning, "MANY_SAMPLES", 1000)
 
 
 def say(what, share):
@@ -135,10 +135,11 @@ def test_where_a_config_of_pools_says_their_sum_a_plan_says_it_too(tmp_path):
     config.write_text(text + '\n[pools.fast]\nrole = "actors"\ncount = 1\n[pools.slow]\nrole = "actors"\ncount = 1\n')
     engine = profile().engines["actors"]
     told = msgspec.structs.replace(profile(), engines={"fast": engine, "slow": engine})
-    best = Planner(config, ["--actors.max_running_samples", "4"], told, BIG, {}).find(say)[0].keys
+    known = ["--learner.num_stages", "1", "--weight_sync.max_lag", "4"]
+    best = Planner(config, [*known, "--actors.max_running_samples", "4"], told, BIG, {}).find(say)[0].keys
     assert best["actors.num_actors"] == best["pools.fast.count"] + best["pools.slow.count"] > 2
     actor_pools(load_config(config, plans.as_overrides(best)))
-    fixed = Planner(config, ["--actors.num_actors", "2"], told, BIG, {})
+    fixed = Planner(config, [*known, "--actors.num_actors", "2"], told, BIG, {})
     assert {each.keys["pools.fast.count"] for each in fixed.find(say)} == {1}
 
 
