@@ -247,7 +247,7 @@ class RayWatch:
 
     def _fail(self, why: str) -> NoReturn:
         self.is_dead = True
-        raise RunFailed(f"{why}. `leeway resume` goes on from the newest checkpoint")
+        raise RunFailed(why)
 
     def _reach(self, now: float) -> None:
         try:
