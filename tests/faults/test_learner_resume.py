@@ -138,7 +138,7 @@ def test_a_learner_killed_at_random_comes_to_the_bit_where_one_comes_that_was_ne
     # decays and warm-up depend on the number of the step
     recorded = recording(kind, lr_schedule="cosine", warmup_steps=3)
     run, chance, victims = run_of(recorded), random.Random(kind), Counter()
-    for _ in range(pick(4, 12)):
+    for _ in range(pick(3, 12)):
         recorded.start(run)
         victims[kill_at_random(run, chance)] += 1
         if run.step == NUM_STEPS:

@@ -16,6 +16,7 @@ from buffer import schema
 from buffer.config import BufferConfig
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
+from tests.faults.results import pick
 from tests.world.buffer import InProcessBuffer, make_trajectory
 
 NAMES = ("a", "b")
@@ -330,7 +331,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
 TestScheduledBuffer = ScheduledBuffer.TestCase
 TestScheduledBuffer.settings = settings(
-    max_examples=60,
+    max_examples=pick(30, 60),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

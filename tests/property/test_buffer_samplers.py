@@ -15,6 +15,7 @@ from buffer.config import BufferConfig
 from buffer.draws import Offer, best_fit, fill, well_packed
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
+from tests.faults.results import pick
 from tests.world.buffer import InProcessBuffer, make_trajectory, picker_of
 
 SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
@@ -233,7 +234,7 @@ class Replay(RuleBasedStateMachine):
 
 TestReplay = Replay.TestCase
 TestReplay.settings = settings(
-    max_examples=40,
+    max_examples=pick(20, 40),
     stateful_step_count=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

@@ -16,6 +16,7 @@ from buffer.sharding.client import ShardedClient
 from buffer.sharding.division import admission_shares, apportion, divide_step, owned_prompts
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
+from tests.faults.results import pick
 from tests.trajectories import decode
 from tests.world.buffer import make_trajectory
 from tests.world.shards import InProcessShard, Shard
@@ -262,7 +263,7 @@ class ScheduledShards(RuleBasedStateMachine):
 
 TestScheduledShards = ScheduledShards.TestCase
 TestScheduledShards.settings = settings(
-    max_examples=30,
+    max_examples=pick(15, 30),
     stateful_step_count=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
