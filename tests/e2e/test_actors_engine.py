@@ -312,8 +312,8 @@ async def interrupted(world: World, asked: list[list[int]], prefixes: list[Prefi
     return await asyncio.wait_for(asyncio.gather(*tasks.values()), 60)
 
 
-async def test_a_sample_handed_on_twice_is_of_three_versions_and_each_token_is_its_versions(world: World):
-    """fp32: every span is scored anew; what came later never saw a key of the version before."""
+async def handed_on_twice(world: World) -> tuple[list[list[int]], list[Prefix]]:
+    """The prompts that have not ended meanwhile, and what there is of each; an update came after each time."""
     asked = prompts(16)
     prefixes: list[Prefix | None] = [None] * len(asked)
     for _ in range(2):
@@ -325,7 +325,17 @@ async def test_a_sample_handed_on_twice_is_of_three_versions_and_each_token_is_i
         prefixes = [prefix for prefix, why in zip(found, whole, strict=True) if why is None]
         with world.puller.fetch(world.publish()) as staged:
             await world.engine.apply(staged, "keep")
-    assert len(asked) > 4
+    return asked, prefixes
+
+
+async def test_a_sample_handed_on_twice_is_of_three_versions_and_each_token_is_its_versions(world: World):
+    """fp32: every span is scored anew; what came later never saw a key of the version before."""
+    for _ in range(10):  # on a busy machine all may have ended before we look
+        asked, prefixes = await handed_on_twice(world)
+        if len(asked) > 4:
+            break
+    else:
+        pytest.fail("ten times hardly a sample was interrupted twice")
     finished = await asyncio.gather(
         *[world.engine.generate(prompt, prefix=prefix) for prompt, prefix in zip(asked, prefixes, strict=True)]
     )

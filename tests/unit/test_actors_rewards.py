@@ -276,10 +276,14 @@ async def test_a_process_that_ends_between_two_calls_costs_no_sample(processes):
     assert [process.calls for process in processes] == [[["a"]], [["b"]]]
 
 
-async def test_one_process_serves_calls_that_are_short_and_more_come_up_to_the_bound_where_calls_wait(processes):
+async def test_one_process_serves_calls_that_are_short_and_more_come_up_to_the_bound_where_calls_wait(
+    processes, monkeypatch
+):
     scores = with_processes(processes, hang_on_stuck, num_processes=3)
-    for _ in range(20):
-        await asyncio.gather(*(scores.score(PROBLEM, "a") for _ in range(70)))
+    with monkeypatch.context() as patched:
+        patched.setattr("actors.rewards._PATIENCE_S", 60.0)  # on a busy machine these calls are not short
+        for _ in range(20):
+            await asyncio.gather(*(scores.score(PROBLEM, "a") for _ in range(70)))
     assert len(processes) == 1
     stuck = []
     for count in (1, 2, 3):

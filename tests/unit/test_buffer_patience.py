@@ -135,14 +135,14 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
     monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
-    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})
+    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 2.0})
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_addresses=(service.address,))
     coordinator = Coordinator(context, None, 64)
     has_space = space_on_disk(service, monkeypatch)
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=f"{service.address} was asked to begin an incarnation .* s: no space is"):
-        coordinator.begin(3, 3, began + 1.5)
-    assert time.monotonic() - began > 1.5 > impatient.give_up_after_s + 2 * 0.1
+        coordinator.begin(3, 3, began + 3.0)
+    assert time.monotonic() - began > 3.0 > impatient.give_up_after_s + 2 * 0.1
     threading.Timer(1.0, has_space.set).start()
     coordinator.begin(3, 3, time.monotonic() + LIMIT_S)
     assert coordinator.resumed_at == {0: 3}
@@ -258,13 +258,13 @@ def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, mo
 
 def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 0.5})
+    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 2.0})
     has_space = space_on_disk(service, monkeypatch)
     client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=impatient)
     began = time.monotonic()
     with pytest.raises(BufferUnavailable, match=f"welcome 'actor-0' within . s: {service.address} says: no space is"):
-        client.connect(began + 1.5)
-    assert time.monotonic() - began > 1.5 > impatient.give_up_after_s
+        client.connect(began + 3.0)
+    assert time.monotonic() - began > 3.0 > impatient.give_up_after_s
     threading.Timer(1.0, has_space.set).start()
     assert client.connect().epoch == 1
     assert client.put_off_because == ""
