@@ -16,6 +16,8 @@ from common.staleness import PolicyVersion
 from tests.unit.fake_actor import FakeBuffer, K, make_actor, run_to_end
 
 LAW = TokenTime(5e-3, 1e-3)
+SLOW = TokenTime(5e-2, 1e-2)
+"""On a busy machine whoever sleeps for half of the samples wakes before the other half."""
 FORTY = constant(40)
 
 
@@ -46,19 +48,19 @@ async def test_samples_share_the_engine_and_take_the_time_of_the_law(sleeping):
 
 
 async def test_an_update_pauses_and_tokens_after_it_are_of_the_new_version(sleeping):
-    engine = sleeping()
+    engine = sleeping(SLOW)
     running = asyncio.create_task(engine.generate([1], seed=0))
     began_s = time.perf_counter()
-    await asyncio.sleep(20 * LAW.seconds(1, 0))
-    num_before = (time.perf_counter() - began_s) / LAW.seconds(1, 0)
+    await asyncio.sleep(20 * SLOW.seconds(1, 0))
+    num_before = (time.perf_counter() - began_s) / SLOW.seconds(1, 0)
     await engine.apply(SimpleNamespace(version=PolicyVersion(0, 1)), "keep")
     one = await running
-    assert time.perf_counter() - began_s > 0.95 * (40 * LAW.seconds(1, 0) + 0.05)
+    assert time.perf_counter() - began_s > 0.95 * (40 * SLOW.seconds(1, 0) + 0.05)
     first, second = one.spans
     assert (first.version, second.version) == (PolicyVersion(0, 0), PolicyVersion(0, 1))
     assert (first.start, first.end, second.end) == (0, second.start, 40)
     assert first.end == pytest.approx(num_before, abs=4)
-    assert engine.step_s * engine.num_steps == pytest.approx(40 * LAW.seconds(1, 0) + 0.05, rel=0.2)
+    assert engine.step_s * engine.num_steps == pytest.approx(40 * SLOW.seconds(1, 0) + 0.05, rel=0.2)
 
 
 async def test_lengths_follow_from_prompt_and_seed(sleeping):
