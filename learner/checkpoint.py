@@ -36,7 +36,7 @@ from common.files import replace_durably, sync, write_durably
 from common.process import DaemonThreads
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
 from learner.device import host_room
-from learner.mesh import Agreement, Disagreement, Mesh, first_line
+from learner.mesh import Agreement, Disagreement, Mesh, StageLost, first_line, tells_of_death
 from learner.networks import Network, Networks
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,12 @@ class Checkpoints:
         return released
 
     def wait(self) -> None:
-        """Wait until nothing is under way; CheckpointFailed if that was not written, or not in `timeout_s`."""
+        """Wait until nothing is under way.
+
+        Raises:
+            CheckpointFailed: what was under way is not written, or not in `timeout_s`.
+            StageLost: it is not, because another rank died.
+        """
         if self._under_way is None:
             return
         step, done = self._under_way
@@ -130,9 +135,11 @@ class Checkpoints:
         if isinstance(failed, Disagreement):
             raise CheckpointFailed(str(failed))
         if failed is not None:
-            raise CheckpointFailed(
+            # one that only did not answer may be at a slow disk, which is no better after a restart
+            lost = tells_of_death(failed)
+            raise (StageLost if lost else CheckpointFailed)(
                 f"rank {self._place.rank}: the checkpoint {self._path(step)} was not finished, because "
-                f"another rank died or did not answer: {first_line(failed)}"
+                f"another rank {'died' if lost else 'did not answer'}: {first_line(failed)}"
             ) from failed
         if self._place.is_coordinator and (oldest := self.steps()[0]) != self._oldest:
             self._oldest = self._released = oldest

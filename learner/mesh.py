@@ -119,8 +119,10 @@ class Mesh:
         )
 
 
-_SIGNS_OF_LOSS = ("gloo", "pair closure", "Connection closed by peer", "NCCL")
-"""In what the communication library says when another rank is gone or silent."""
+_SIGNS_OF_DEATH = ("pair closure", "Connection closed by peer", "Connection reset by peer")
+"""In what the communication library says when another rank is gone."""
+_SIGNS_OF_LOSS = (*_SIGNS_OF_DEATH, "gloo", "NCCL")
+"""The same, or that it is silent."""
 _SIGNS_OF_FAULT = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
@@ -269,6 +271,11 @@ def tells_of_loss(error: RuntimeError) -> bool:
     if any(sign in text for sign in _WOULD_COME_AGAIN):
         return False
     return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS_OF_LOSS)
+
+
+def tells_of_death(error: BaseException) -> bool:
+    """Does an error say that another rank is gone, rather than silent?"""
+    return any(sign in str(error) for sign in _SIGNS_OF_DEATH)
 
 
 def tells_of_fault(error: RuntimeError) -> bool:

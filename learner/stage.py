@@ -412,8 +412,8 @@ class Stage:
         _make_current(self._device)
         try:
             action()
-        except CheckpointFailed:
-            raise  # it has its own limit and its own remedy, also where a collective of its own did not end
+        except (CheckpointFailed, StageLost):
+            raise  # a checkpoint has its own limit and its own remedy, also where a collective of its own did not end
         except RuntimeError as error:
             place = self._place
             if tells_of_fault(error):

@@ -17,7 +17,7 @@ from learner import checkpoint as checkpoint_file
 from learner.batch import Leaves
 from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress, live_tensors
 from learner.config import LearnerConfig
-from learner.mesh import Mesh, MeshPlace
+from learner.mesh import Mesh, MeshPlace, StageLost
 from learner.networks import Networks
 from learner.optimizer import UpdateDecision
 from learner.packing import micro_batches_asked
@@ -189,6 +189,27 @@ def test_a_checkpoint_that_is_not_written_in_time_is_an_error_that_names_the_kno
     go_on.set()
     save(checkpoints, networks, 2)
     assert checkpoints.steps() == [1, 2], "the slow one was waited for again, and not disturbed"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "why"),
+    [
+        ("gloo/tcp/pair.cc:537] Read error [h]:1: Connection reset by peer", StageLost, "another rank died"),
+        ("gloo/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms", CheckpointFailed, "another rank did not answer"),
+    ],
+)
+def test_a_rank_that_died_amid_a_checkpoint_is_a_lost_stage_and_one_that_is_silent_may_be_at_a_slow_disk(
+    tmp_path, model, monkeypatch, said, error, why
+):
+    checkpoints = checkpoints_in(tmp_path)
+
+    def say(_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(checkpoints._ranks, "say", say)
+    checkpoints.save(networks_of(model), TrainingProgress(1, 1, 0))
+    with pytest.raises(error, match=f"rank 0: .*step-00000001 was not finished, because {why}: RuntimeError"):
+        checkpoints.wait()
 
 
 @pytest.mark.parametrize("ask", [Checkpoints.released, Checkpoints.wait, Checkpoints.close, "save"])
