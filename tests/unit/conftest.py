@@ -38,7 +38,7 @@ def no_process_of_ours(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def quick_clients(monkeypatch):
     """Clients of a buffer send again sooner what is not answered."""
-    monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 3.0)
 
 
 @pytest.fixture
