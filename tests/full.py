@@ -8,3 +8,8 @@ property its full count.
 import os
 
 FULL = os.environ.get("LEEWAY_FAULTS") == "all"
+
+
+def pick(short: int, full: int) -> int:
+    """A count: the short one in `make test`, the full one in `make full` and `make faults`."""
+    return full if FULL else short

@@ -36,11 +36,6 @@ PACKAGES = {
 """Program -> its package in Debian."""
 
 
-def pick(short: int, full: int) -> int:
-    """A count: the short one in `make test`, the full one in `make faults`."""
-    return full if FULL else short
-
-
 @dataclass
 class Shown:
     """One test's line."""

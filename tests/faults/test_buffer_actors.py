@@ -8,9 +8,8 @@ import time
 import pytest
 
 from tests.faults.actor_process import ZOMBIE_EXIT
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, MANY, Kept
-from tests.full import FULL
+from tests.full import FULL, pick
 from tests.world.waiting import bound, wait_until
 
 MIB = 2**20

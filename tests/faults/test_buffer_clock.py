@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.actor_process import ActorProcess
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, FACTS, Kept, Load, sample
+from tests.full import pick
 from tests.world.waiting import bound, wait_until
 
 LEASE_TIMEOUT_S = 2.0

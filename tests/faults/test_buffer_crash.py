@@ -12,9 +12,10 @@ import pytest
 
 from buffer.errors import StoreError
 from tests.faults.disks import copy_at_one_moment
-from tests.faults.results import as_text, pick
+from tests.faults.results import as_text
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
+from tests.full import pick
 from tests.world.waiting import bound
 
 ACKNOWLEDGES_FIRST = ("-m", "tests.world.service", "without_commit_before_acknowledgement")

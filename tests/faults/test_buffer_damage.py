@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from buffer.store import Store
-from tests.faults.results import as_text, pick
+from tests.faults.results import as_text
 from tests.faults.service_process import FACTS, Kept, Load, Service, sample_tokens
-from tests.full import FULL
+from tests.full import FULL, pick
 from tests.trajectories import decode
 from tests.world.waiting import wait_until
 

@@ -8,9 +8,9 @@ import pytest
 from buffer import outbox
 from buffer.client import BufferClient
 from tests.faults.disks import MIB, fill
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
+from tests.full import pick
 from tests.world.waiting import bound, hold_still, wait_until
 
 DEAF = ("-m", "tests.world.service", "without_regard_for_errors")

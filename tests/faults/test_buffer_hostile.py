@@ -18,8 +18,8 @@ from buffer.client import BufferClient
 from buffer.service import BufferService, opened
 from common.rpc.messages import Asker, Envelope
 from tests.faults import bombs, malformed
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample
+from tests.full import pick
 from tests.trajectories import decode
 from tests.world.waiting import bound, wait_until
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.faults import cgroups
 from tests.faults.actor_process import ActorProcess
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, MANY, Kept
+from tests.full import pick
 
 MIB = 2**20
 ROOM = 128 * MIB

@@ -19,8 +19,8 @@ from buffer.errors import BufferUnavailable
 from tests.faults import netns
 from tests.faults.actor_process import ActorProcess
 from tests.faults.proxy import Proxy
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, MANY, Kept, Load, Service, sample
+from tests.full import pick
 from tests.world.waiting import bound
 
 MIB = 2**20

@@ -9,9 +9,8 @@ import pytest
 
 from buffer.store import Store
 from tests.faults.disks import MIB
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, Kept
-from tests.full import FULL
+from tests.full import FULL, pick
 from tests.world.waiting import bound, wait_until
 
 UNWATCHED = ("-m", "tests.world.service", "without_reader_watch")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults import hosts as machines
 from tests.faults.cluster import POOLS, PORT
-from tests.faults.results import pick
+from tests.full import pick
 
 pytestmark = [pytest.mark.timeout(600)]
 HEAD, EXACT, FAST = range(3)

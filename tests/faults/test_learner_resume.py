@@ -14,8 +14,8 @@ import torch
 
 from tests.faults.disks import fill
 from tests.faults.learner_run import LearnerRun, MadeUpActor, record
-from tests.faults.results import as_text, pick
-from tests.full import FULL
+from tests.faults.results import as_text
+from tests.full import FULL, pick
 from tests.world.waiting import bound
 
 NUM_STEPS = 12

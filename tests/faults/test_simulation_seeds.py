@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.faults import results
+from tests.full import pick
 from tests.simulation.core import Environment
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.seeds import Totals
 
-NUM_POLICY_SEEDS = results.pick(2_000, 300_000)
-NUM_SYSTEM_SEEDS = results.pick(100, 6_000)
+NUM_POLICY_SEEDS = pick(2_000, 300_000)
+NUM_SYSTEM_SEEDS = pick(100, 6_000)
 
 
 @pytest.fixture

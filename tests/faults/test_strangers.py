@@ -21,10 +21,9 @@ from common.rpc.messages import Asker
 from common.staleness import PolicyVersion
 from tests.faults import strangers
 from tests.faults.locked_service import write_keys
-from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, MANY, Kept, Service
 from tests.faults.weight_processes import ROOT
-from tests.full import FULL
+from tests.full import FULL, pick
 from tests.weights_by_hand import RUN, publish
 from tests.world.waiting import wait_until
 from weight_sync import protocol as weights_protocol

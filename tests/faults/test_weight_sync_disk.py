@@ -11,7 +11,7 @@ import torch
 
 from common.staleness import PolicyVersion
 from tests.faults.disks import MIB, fill
-from tests.faults.results import pick
+from tests.full import pick
 from tests.unit.published import publisher_of, pull, read, same
 from tests.world.waiting import bound, wait_until
 from weight_sync.delta import rebuild_file

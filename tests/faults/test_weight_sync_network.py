@@ -10,8 +10,8 @@ import pytest
 from common.rpc import client as rpc_client
 from common.rpc import messages
 from common.rpc import server as rpc_server
-from tests.faults.results import pick
 from tests.faults.weight_processes import CHUNK_BYTES, SIZE, UPDATE_TIMEOUT_S, WINDOW, Process, Wire, config
+from tests.full import pick
 from tests.weights_by_hand import RUN, Machine, assert_holds, publish, v
 from tests.world.waiting import bound, wait_until
 from weight_sync import staging as staging_file

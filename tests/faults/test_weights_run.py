@@ -11,8 +11,8 @@ import pytest
 
 from common.staleness import PolicyVersion
 from launch.observe.tripwires import BEHIND_AFTER_S
-from tests.faults import results
 from tests.faults.disks import fill
+from tests.full import pick
 from tests.world.live_run import GROUP_SIZE, GROUPS_PER_STEP, LiveRun
 from weight_sync.manifest import Manifest
 from weight_sync.store import WeightStore
@@ -165,7 +165,7 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
     assert run.steps()[-1]["weights/refused"] == 0, "the next version did not heal it"
 
     # an actor that stands still: its leases are issued anew, and it catches up before it starts anything
-    stop_s = results.pick(8, 60)
+    stop_s = pick(8, 60)
     with stop_at_work(run, 1):
         began_s = time.time()
         run.wait_for("the actor to be named", lambda: run.events("behind", "actor-1"), BEHIND_AFTER_S + 30)

@@ -25,7 +25,7 @@ from learner.mesh import Mesh
 from learner.networks import Networks
 from learner.packing import micro_batches_asked
 from learner.step import TrainStep
-from tests.full import FULL
+from tests.full import pick
 from tests.world.learner import SEED, TEMPERATURE, VOCABULARY, build, make_networks, make_rows, run_ranks
 
 NUM_LAYERS = 8
@@ -91,7 +91,7 @@ class Split:
 def splits(num_stages: int) -> list[Split]:
     """Every schedule with every algorithm; families and budgets take turns, so that all pairs of them come up."""
     found = []
-    every = 1 if FULL else 2
+    every = pick(2, 1)
     for i, (schedule, knobs) in enumerate(SCHEDULES.items()):
         if num_stages == 1 and ("num_chunks" in knobs or knobs["schedule"] == "fused"):
             continue

@@ -16,7 +16,7 @@ from buffer import schema
 from buffer.config import BufferConfig
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
-from tests.faults.results import pick
+from tests.full import pick
 from tests.world.buffer import InProcessBuffer, make_trajectory
 
 NAMES = ("a", "b")

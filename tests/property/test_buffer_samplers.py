@@ -15,7 +15,7 @@ from buffer.config import BufferConfig
 from buffer.draws import Offer, best_fit, fill, well_packed
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
-from tests.faults.results import pick
+from tests.full import pick
 from tests.world.buffer import InProcessBuffer, make_trajectory, picker_of
 
 SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")

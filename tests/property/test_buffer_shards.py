@@ -16,7 +16,7 @@ from buffer.sharding.client import ShardedClient
 from buffer.sharding.division import admission_shares, apportion, divide_step, owned_prompts
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
-from tests.faults.results import pick
+from tests.full import pick
 from tests.trajectories import decode
 from tests.world.buffer import make_trajectory
 from tests.world.shards import InProcessShard, Shard

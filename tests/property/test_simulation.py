@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from buffer.groups import Groups
 from common.staleness import StalenessConfig, StalenessContract
-from tests.faults.results import pick
+from tests.full import pick
 from tests.simulation.core import Environment
 from tests.simulation.knobs import NO_FAULTS, Knobs, choose_faults, choose_knobs
 from tests.simulation.mutations import MUTATIONS
