@@ -1,12 +1,12 @@
-"""The arguments of an engine, as vLLM takes them; no engine is started."""
+"""The arguments of an engine, as vLLM takes them; no engine is started.
+
+vLLM takes seconds to import: the tests do it, and not each process that lists them.
+"""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
-from vllm.config import ModelConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.platforms import current_platform
 
 from actors import engine_setup
 from actors.config import ActorsConfig
@@ -19,6 +19,7 @@ GIB = 2**30
 @pytest.fixture
 def args_on(monkeypatch):
     """`args_on(is_cpu, **actors)`: for a vLLM that computes there, on GPUs of 24 GiB."""
+    from vllm.platforms import current_platform
 
     def make(is_cpu: bool, **actors: object):
         monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu)
@@ -78,6 +79,8 @@ def test_an_actor_that_has_reserved_a_gpu_never_computes_on_the_cpu_instead(args
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_logits_of_16_bit_engines_are_made_in_float32_unless_the_user_says_otherwise(args_on, is_cpu):
+    from vllm.config import ModelConfig
+
     gpus = 0 if is_cpu else 1
     assert args_on(is_cpu, gpus=gpus).hf_overrides == {}
     assert args_on(is_cpu, gpus=gpus, dtype="bfloat16").hf_overrides == {"head_dtype": "float32"}
@@ -95,6 +98,8 @@ def test_what_the_user_tells_an_engine_reaches_it_and_takes_the_place_of_a_defau
 
 
 def test_the_arguments_that_vllm_knows_are_read_from_its_source_and_are_those_of_its_class():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     assert known_engine_args() == {
         field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")
     }
