@@ -6,11 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from actors.config import ActorsConfig
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from buffer.config import BufferConfig
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessConfig
-from learner.config import LearnerConfig
 from weight_sync.config import WeightSyncConfig
 
 
@@ -38,6 +36,10 @@ def run_context(folder: Path, facts: RunFacts | None = None, **changes) -> RunCo
         facts: of the run; None: those of a small one.
         changes: sections of the config by their names, and fields of RunContext.
     """
+    # with these comes torch, which the processes of a buffer's tests start without
+    from algorithms.trajectory_balance import TrajectoryBalanceConfig
+    from learner.config import LearnerConfig
+
     sections = {
         "actors": ActorsConfig(),
         "task": None,
