@@ -6,6 +6,8 @@ PYTEST := $(VENV)/python -m pytest
 # time. Unit tests let a run with engines go first, and take what it leaves of the cores. In `make full` and `make faults`
 # runs with engines and faults go one by one, for their times are measured.
 FILE_BY_FILE := --dist loadfile --no-loadscope-reorder
+# Full counts take minutes, on a slow machine three times as many: a test that hangs is ended later there.
+FULL_COUNTS := LEEWAY_FAULTS=all $(PYTEST) -o timeout=1800
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -24,15 +26,15 @@ test: install  ## unit, integration, property, faults and end to end (about 12 m
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/integration tests/faults tests/property
 
 full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)
-	LEEWAY_FAULTS=all $(PYTEST) -n 3 $(FILE_BY_FILE) tests/unit tests/integration tests/property
-	LEEWAY_FAULTS=all $(PYTEST) tests/faults tests/e2e
+	$(FULL_COUNTS) -n 3 $(FILE_BY_FILE) tests/unit tests/integration tests/property
+	$(FULL_COUNTS) tests/faults tests/e2e
 
 unit: install  ## each part by itself, without a process of ours: 2 minutes on 2 cores
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/unit -m "not process"
 
 faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (for all of it: root, and apt's strace iptables iproute2 faketime)
 	@echo "Injecting every fault: about an hour on 2 cores"
-	LEEWAY_FAULTS=all LEEWAY_FAULTS_PAGE=docs/results/faults.md $(PYTEST) tests/faults -m fault -rs
+	LEEWAY_FAULTS_PAGE=docs/results/faults.md $(FULL_COUNTS) tests/faults -m fault -rs
 
 lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is installed
 	$(VENV)/ruff check .

@@ -58,7 +58,6 @@ def kill_in_mid_send(start_actor, service, num_kills):
 
 
 @pytest.mark.fault(11, "kill -9 of giver, taker and service while samples are handed on")
-@pytest.mark.timeout(900)
 def test_of_samples_that_are_handed_on_nothing_acknowledged_is_lost_whoever_is_killed(
     start_service, start_actor, load_on, show
 ):
