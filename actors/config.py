@@ -60,7 +60,7 @@ class ActorsConfig(BaseModel):
         ge=0,
         description="Ray CPUs reserved per actor; its processes compute with as many threads, one at least.",
     )
-    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per actor; above 1 a whole number.")
+    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per actor: tensor_parallel_size, or a part of one.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's AsyncEngineArgs, as enforce_eager or quantization; those that Leeway "

@@ -117,16 +117,16 @@ def check_gpus(config: Config) -> None:
     """Hold what workers reserve of GPUs, and take of their memory, against each other.
 
     Raises:
-        ConfigError: two stages could share a GPU, or none would have one; or a GPU could not hold who shares it.
+        ConfigError: a GPU would idle, or not hold who shares it; or two stages could share one, or none would have one.
     """
-    stages = stage_pools(config)
-    for pool in [*stages, *scorer_pools(config), *actor_pools(config)]:
-        if (gpus := pool.bundle.get("GPU", 0.0)) > 1 and gpus != int(gpus):
+    engines = [(pool, pool.config.tensor_parallel_size) for pool in actor_pools(config)]
+    for pool, most in [*((pool, 1) for pool in [*stage_pools(config), *scorer_pools(config)]), *engines]:
+        if (gpus := pool.bundle.get("GPU", 0.0)) > most:
             raise ConfigError(
-                f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker: Ray gives a part of one GPU or whole "
-                "ones, so make it at most 1, or a whole number"
+                f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker, and it computes on {most}: a stage and a "
+                "scorer do on one, an engine on actors.tensor_parallel_size; more GPUs are for more of them"
             )
-    _check_stages(config, stages)
+    _check_stages(config, stage_pools(config))
     if why := too_full(shared(config)):
         raise ConfigError(why)
 

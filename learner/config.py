@@ -113,7 +113,7 @@ class LearnerConfig(BaseModel):
         ge=0,
         description="Ray CPUs reserved per stage, which computes with as many threads, one at least.",
     )
-    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage; above 1 a whole number.")
+    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per stage: one, or a part of one.")
     gpu_memory_share: float | None = Field(
         default=None,
         gt=0,
