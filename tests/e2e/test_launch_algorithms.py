@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from tests.world.live_run import ROOT, start
+from tests.world.live_run import LIMIT_S, ROOT, start
 
 pytestmark = pytest.mark.full  # what each loss has of its own is held by the unit tests
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full  # what each loss has of its own is held by the un
 def finished(folder, *overrides, example):
     """Train to the end; the steps' metrics, and the run's summary."""
     process = start(folder, *overrides, "--actors.eval_every", "0", example=example)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, output
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "loss" in row], json.loads((folder / "run" / "summary.json").read_text())

@@ -14,10 +14,9 @@ import pytest
 
 from tests.faults.disks import Mounts, fill
 from tests.world.command import leeway_here
-from tests.world.live_run import ROOT, command_of, descendants, start, wait_for_end, wait_for_steps
+from tests.world.live_run import LIMIT_S, ROOT, command_of, descendants, start, wait_for_end, wait_for_steps
 from tests.world.ports import free_port
 
-LIMIT_S = 280
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -67,7 +66,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_sentence_and_no_process_stays_
 
 def test_a_cluster_that_does_not_answer_is_refused_in_time(tmp_path):
     process = start(tmp_path, "--launch.ray_address", "127.0.0.1:9")
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2, output
     assert "no Ray cluster answers at launch.ray_address = '127.0.0.1:9' within 3 s" in only_sentence(output)
     assert not (tmp_path / "run").exists()
@@ -104,7 +103,7 @@ def other_ray(monkeypatch):
 @pytest.mark.timeout(600)
 def test_a_run_beside_another_ray_neither_joins_nor_disturbs_it(tmp_path, other_ray):
     other, address = other_ray
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + LIMIT_S
     while len(before := servers(other)) < 2:
         assert time.monotonic() < deadline, "the other Ray does not start"
         time.sleep(0.5)
@@ -128,7 +127,7 @@ def fill_up(disk: Path) -> Path:
 
 
 def wait_for_ray(address: str) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + LIMIT_S
     while subprocess.run(
         [RAY, "status", "--address", address], capture_output=True, timeout=60, check=False
     ).returncode:

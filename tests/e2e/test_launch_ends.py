@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.world.live_run import (
+    LIMIT_S,
     ROOT,
     LiveRun,
     assert_ended_in_order,
@@ -23,13 +24,13 @@ from tests.world.live_run import (
 
 def test_an_interrupt_while_starting_ends_at_once_and_without_processes(tmp_path):
     process = start(tmp_path)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + LIMIT_S
     while not any("ray::" in command_of(each) for each in descendants(process)):
         assert time.monotonic() < deadline, "no role was started"
         time.sleep(0.2)
     family = descendants(process)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert wait_for_end(family) == []
@@ -38,10 +39,10 @@ def test_an_interrupt_while_starting_ends_at_once_and_without_processes(tmp_path
 @pytest.mark.full
 def test_a_killed_stage_ends_a_run_that_allows_no_restart_with_its_name_and_log(tmp_path):
     process = start(tmp_path, "--learner.num_steps", "100000", "--launch.max_restarts", "0")
-    wait_for_steps(process, tmp_path, 1, timeout_s=240)
+    wait_for_steps(process, tmp_path, 1, timeout_s=LIMIT_S)
     family = descendants(process)
     next(each for each in family if "ray::StageRole" in command_of(each)).kill()
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1, output
     assert "stage." in output
     assert ".log" in output
@@ -51,10 +52,10 @@ def test_a_killed_stage_ends_a_run_that_allows_no_restart_with_its_name_and_log(
 @pytest.mark.full  # an interrupt is the same to the command, and ends the first life of test_life_of_a_run.py
 def test_sigterm_ends_with_a_checkpoint_and_without_processes(tmp_path):
     process = start(tmp_path, "--learner.num_steps", "100000", "--learner.checkpoint_every", "100000")
-    wait_for_steps(process, tmp_path, 2, timeout_s=240)
+    wait_for_steps(process, tmp_path, 2, timeout_s=LIMIT_S)
     family = descendants(process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, output
     assert wait_for_end(family) == []
     assert_ended_in_order(tmp_path / "run")
@@ -81,7 +82,7 @@ def test_a_run_whose_samples_all_fail_ends_with_the_reward_its_reason_and_a_prom
     run.wait_for_steps(4)
     family = descendants(run.process)
     broken.touch()
-    output, _ = run.process.communicate(timeout=240)
+    output, _ = run.process.communicate(timeout=LIMIT_S)
     assert run.process.returncode == 1, output
     assert wait_for_end(family) == []
     (said,) = [line for line in output.splitlines() if "launch.on_failing = 'stop'" in line and "failed in" in line][
@@ -92,7 +93,7 @@ def test_a_run_whose_samples_all_fail_ends_with_the_reward_its_reason_and_a_prom
     broken.unlink()
     steps = run.steps()[-1]["step"] + 4
     command = [sys.executable, "-m", "launch.cli", "resume", str(run.folder), "--learner.num_steps", str(steps)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["num_steps"] == steps

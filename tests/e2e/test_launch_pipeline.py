@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.world.live_run import ROOT, start
+from tests.world.live_run import LIMIT_S, ROOT, start
 
 pytestmark = pytest.mark.full
 
@@ -26,7 +26,7 @@ def finished(tmp_path_factory):
     small = ["--learner.num_steps", "6", "--actors.num_actors", "1", "--actors.eval_every", "0"]
     small += ["--task.num_heldout", "16", "--learner.learning_rate", "1e-3"]
     process = start(folder, "--model.path", str(model_path), *layout, *small)
-    output, _ = process.communicate(timeout=280)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, output
     return folder / "run", model_path
 

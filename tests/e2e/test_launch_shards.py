@@ -6,17 +6,17 @@ import pytest
 
 from buffer.offline.inspect import Inspection
 from buffer.offline.verify import verify
-from tests.world.live_run import command_of, descendants, start, wait_for_steps
+from tests.world.live_run import LIMIT_S, command_of, descendants, start, wait_for_steps
 
 
 @pytest.mark.full
 def test_a_run_with_two_shards_survives_the_death_of_one(tmp_path):
     process = start(tmp_path, "--buffer.shards", "2", "--learner.num_steps", "60", "--actors.eval_every", "0")
-    wait_for_steps(process, tmp_path, 3, timeout_s=240)
+    wait_for_steps(process, tmp_path, 3, timeout_s=LIMIT_S)
     services = [each for each in descendants(process) if "ray::BufferRole" in command_of(each)]
     assert len(services) == 2
     services[1].kill()
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, output
     run = tmp_path / "run"
     events = [json.loads(line)["text"] for line in (run / "events.jsonl").read_text().splitlines()]

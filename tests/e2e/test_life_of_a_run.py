@@ -36,7 +36,7 @@ from launch.observe.trace import read
 from learner.checkpoint_meta import steps_in
 from tests.world.command import leeway_here
 from tests.world.files import json_rows
-from tests.world.live_run import ROOT, LiveRun, assert_ended_in_order, command_of, descendants, wait_for_end
+from tests.world.live_run import LIMIT_S, ROOT, LiveRun, assert_ended_in_order, command_of, descendants, wait_for_end
 from tests.world.ports import free_port
 from tests.world.terminal import Terminal
 
@@ -308,7 +308,7 @@ def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_all_e
 def test_one_interrupt_ends_it_with_a_checkpoint_and_without_a_process(run: Life):
     family = descendants(run.process)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does it: every process gets the signal
-    output, _ = run.process.communicate(timeout=240)
+    output, _ = run.process.communicate(timeout=LIMIT_S)
     assert run.process.returncode == 130, output
     assert wait_for_end(family) == []
     assert_ended_in_order(run.folder)
@@ -325,7 +325,7 @@ def test_killed_with_its_command_it_is_gone_and_says_how_to_go_on(run: Life, req
     family = descendants(run.process)
     assert any("EngineCore" in command_of(each) for each in family)
     run.process.kill()
-    run.process.communicate(timeout=240)
+    run.process.communicate(timeout=LIMIT_S)
     terminal.wait_for(lambda grid: "is gone since" in grid.lines[0])
     terminal.press("q")
     assert terminal.end() == 0
@@ -346,7 +346,7 @@ def test_resumed_on_another_layout_it_trains_to_its_end(run: Life):
     num_steps = run.step_when_killed + LAST_STEPS
     # nothing of the run's own config is lost by what is given here
     run.resume("--tracking.display", "plain", "--learner.num_stages", 1, "--learner.num_steps", num_steps)
-    run.said, _ = run.process.communicate(timeout=280)
+    run.said, _ = run.process.communicate(timeout=LIMIT_S)
     assert run.process.returncode == 0, run.said
     assert "15 bytes of a line that was cut off are removed from metrics.jsonl" in run.said
     assert "changed: learner.num_stages = 1 (was 2)" in run.said
@@ -483,7 +483,9 @@ def test_its_samples_train_another_run_by_any_loss_without_an_actor(run: Life, t
         *("--learner.num_steps", 3, "--learner.groups_per_step", 8, "--learner.num_stages", 1),
         *("--tracking.display", "plain", "--tracking.wandb", "disabled"),
     )
-    trained = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    trained = subprocess.run(
+        [*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert store.read_bytes() == before
     folder = tmp_path / "offline"

@@ -111,7 +111,7 @@ R = TypeVar("R")
 
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 8
-LIMIT_S = 240.0
+LIMIT_S = 480.0
 """Of every wait of these tests."""
 
 
@@ -169,7 +169,7 @@ class LiveRun:
         goal = len(self.steps()) + count
         self.wait_for(f"step {goal}", lambda: len(self.steps()) >= goal)
 
-    def end(self, *, now: bool = False, limit_s: float = 240.0) -> dict[str, Any]:
+    def end(self, *, now: bool = False, limit_s: float = LIMIT_S) -> dict[str, Any]:
         """Its summary, after it has ended well and left no process behind.
 
         Args:
