@@ -164,9 +164,9 @@ def test_past_its_limit_only_that_sample_has_no_score_and_the_reason_is_told():
 
     with judge_server(answer) as server:
         began_s = time.monotonic()
-        busy, well = rate(task(server.endpoint, timeout_s=0.6), "busy", "well")
-    assert time.monotonic() - began_s < 4
-    assert (busy, well) == (NoScore(TOOK_TOO_LONG, "0.6 s, its endpoint answered 429 last"), 1.0)
+        busy, well = rate(task(server.endpoint, timeout_s=2.0), "busy", "well")
+    assert time.monotonic() - began_s < 30
+    assert (busy, well) == (NoScore(TOOK_TOO_LONG, "2 s, its endpoint answered 429 last"), 1.0)
 
 
 def test_a_request_that_is_refused_is_not_repeated():
