@@ -54,7 +54,8 @@ NODE = "from dataclasses import dataclass\n@dataclass\nclass Node:\n    v: int\n
         ("import mmap\nshared = mmap.mmap(-1, 12 * 2**30)", ["assert shared"], {"memory_mib": 64}, 0.0),
         ("print(int(input()) + 1)", [{"input": "1", "output": "2"}, {"input": "2", "output": "3 \n\n"}], {}, 1.0),
         ("import numpy\nprint(numpy.ones(3).sum())", [{"output": "3.0"}], {}, 1.0),
-        ("import numpy\nprint(1)", [{"output": "1"}], {"memory_mib": 70}, 1.0),
+        # what one thread takes, by the kind of CPU between 60 and 80; another takes some 35 more
+        ("import numpy\nprint(1)", [{"output": "1"}], {"memory_mib": 88}, 1.0),
         ("import os\nos._exit(0)", ["assert False"], {}, 0.0),
         ("print(1); raise SystemExit(3)", [{"output": "1"}], {}, 0.0),
         ("x = bytearray(2**30)", ["assert x"], {"memory_mib": 256}, 0.0),
