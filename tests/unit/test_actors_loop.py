@@ -282,7 +282,7 @@ async def test_a_sample_whose_reward_is_not_there_yet_is_handed_on_whole():
 
 async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its_engine(monkeypatch):
     for where in ("actors.loop", "actors.held"):
-        monkeypatch.setattr(f"{where}.GOODBYE_S", 0.1)
+        monkeypatch.setattr(f"{where}.GOODBYE_S", 1.0)
     monkeypatch.setattr("actors.loop._CLOSE_S", 0.1)
     buffer, engine, store, gone = FakeBuffer(2), FakeEngine(600), FakeStore(), threading.Event()
     buffer.hand_on = lambda *_, **__: Future()
