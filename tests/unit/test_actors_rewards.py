@@ -244,11 +244,11 @@ async def die_on_bad(completion):
 
 
 async def test_a_call_that_takes_too_long_costs_its_process_and_only_its_own_sample(processes):
-    scores = with_processes(processes, hang_on_stuck, timeout_s=0.05)
+    scores = with_processes(processes, hang_on_stuck, timeout_s=0.5)
     answers = ["a", "stuck", "c"]
     results = await asyncio.gather(*(scores.score(PROBLEM, one) for one in answers), return_exceptions=True)
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
-    assert str(results[1]) == "reward failed: f: took longer than 0.05 s"
+    assert str(results[1]) == "reward failed: f: took longer than 0.5 s"
     tries = [call for process in processes for call in process.calls if "stuck" in call]
     assert tries == [answers, ["stuck"]], "with the others and once alone: each try costs a limit of time"
     assert all(process.ended == any("stuck" in call for call in process.calls) for process in processes)

@@ -98,7 +98,7 @@ async def test_an_engine_that_dies_of_the_same_signal_makes_no_failure_of_it(mon
 
 
 async def test_a_buffer_that_does_not_answer_keeps_it_no_longer_than_a_goodbye_and_what_was_lost_is_said(monkeypatch):
-    monkeypatch.setattr("actors.held.GOODBYE_S", 0.05)
+    monkeypatch.setattr("actors.held.GOODBYE_S", 1.0)
     role, buffer, work = await running(monkeypatch, FakeEngine(600))
     buffer.hand_on = lambda *_, **__: Future()
     role.sigterm()
