@@ -264,12 +264,12 @@ class WeightFollower:
         PolicyTimeout if that version did not arrive within `update_timeout_s`.
         """
         give_up_at_s = self._clock() + self._config.update_timeout_s
-        await self.update()
         while self.version < at_least:
-            if self._clock() > give_up_at_s:
-                raise self._never_came(str(at_least))
-            await asyncio.sleep(POLL_S)
             await self.update()
+            if self.version < at_least:
+                if self._clock() > give_up_at_s:
+                    raise self._never_came(str(at_least))
+                await asyncio.sleep(POLL_S)
 
     async def admit(self, min_version: int) -> None:
         """Return when a training request of a lease with this `min_version` may start.

@@ -253,7 +253,8 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
         (ended, tokens), seen = seen, (so_far.num_generated, so_far.num_tokens)
         if follows and seen[0] > ended:
             train_s = took_s[-1] + case.world.costs.between_steps_s
-            facts = StepFacts((seen[1] - tokens) / (seen[0] - ended), PROMPT_TOKENS, train_s, 1.0, used_up)
+            waited = max(0.0, 1.0 - train_s / (now_s - found[-1].now_s))
+            facts = StepFacts((seen[1] - tokens) / (seen[0] - ended), PROMPT_TOKENS, train_s, 1.0, used_up, waited)
             advice = following.look([PoolState("a", here, wanted, slots, pool.law, most)], facts)
             if advice is not None and advice.pool:
                 here = min(here, advice.count)

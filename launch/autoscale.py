@@ -9,13 +9,14 @@ How many actors a run should have now goes by two times:
     T_gen(n)  seconds in which n actors would generate the samples that a step uses up, all slots full
     T_train   seconds of a step and of what lies between two, where its batch is ready
 
-A step uses up what it trains for the first time, and what is set aside because its rewards are all equal: more than it
-trains where groups are set aside, less where samples are trained again. Both are means that forget (over `MEMORY`
-steps), that of lengths with its trend, a few steps ahead: lengths grow for hours, and whoever looks at a mean is always
-late. A pool grows where T_gen has been above T_train for a few steps, by what it lacks, and shrinks where one actor
-less would still be enough for many. In between lies a band in which nothing happens, so that noise moves nothing. After
-a change it looks away until the change shows. (StreamRL, arXiv 2504.15930, adjusts its generation stage by the same two
-times.)
+A step uses up what it trains for the first time, what is set aside because its rewards are all equal and what is
+dropped because it is too old: more than it trains where groups go so, less where samples are trained again. Both are
+means that forget (over `MEMORY` steps), that of lengths with its trend, a few steps ahead: lengths grow for hours, and
+whoever looks at a mean is always late. A pool grows where T_gen has been above T_train for a few steps, by what it
+lacks, and shrinks where one actor less would still be enough for many and the learner hardly waits: where it waits for
+each batch, as with weight_sync.max_lag = 0, any actor less makes a step longer. In between lies a band in which nothing
+happens, so that noise moves nothing. After a change it looks away until the change shows. (StreamRL, arXiv 2504.15930,
+adjusts its generation stage by the same two times.)
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ SETTLES = 6
 """Steps after a change, from the moment that the actors are there, that say nothing yet."""
 USED = 0.85
 """Share of the slots below which more of them would stay empty too."""
+WAITS = 0.1
+"""Share of the time above which a learner that waits for batches has no actor too many."""
 MOST_ADVISED = 4
 """Times the actors that there are; advice looks no further."""
 FORGETS = 100
@@ -87,6 +90,8 @@ class StepFacts:
     """Mean share of all slots."""
     samples: float
     """That were used up since the step before."""
+    waited: float
+    """Share of the time since the step before in which the learner waited for this one's batch."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class Following:
     def __init__(self) -> None:
         """Of a run of which it has seen no step."""
         self._lengths = _Trend()
-        self._samples = self._tokens = self._train_s = self._used = 0.0
+        self._samples = self._tokens = self._train_s = self._used = self._waited = 0.0
         self._num_seen = 0
         self._above = self._below = 0
         self._settling = 0
@@ -144,7 +149,8 @@ class Following:
         gen_s = self._gen_s(pools, facts.prompt_tokens)
         self._above = self._above + 1 if gen_s > (1.0 + ABOVE) * self._train_s else 0
         less = self._with_one_less(pools, facts.prompt_tokens)
-        self._below = self._below + 1 if less is not None and less[0] < (1.0 - BELOW) * self._train_s else 0
+        is_enough = less is not None and less[0] < (1.0 - BELOW) * self._train_s and self._waited < WAITS
+        self._below = self._below + 1 if is_enough else 0
         if self._above >= PATIENCE_TO_GROW:
             self._above = 0
             return self._grow(pools, facts.prompt_tokens, gen_s)
@@ -161,6 +167,7 @@ class Following:
         self._train_s += new * (facts.train_s - self._train_s)
         self._used += new * (facts.slots_used - self._used)
         self._samples += new * (facts.samples - self._samples)
+        self._waited += new * (facts.waited - self._waited)
 
     def _gen_s(self, pools: Sequence[PoolState], prompt_tokens: float) -> float:
         rate = sum(pool.count * pool.rate(self._tokens, prompt_tokens) for pool in pools)
@@ -171,7 +178,7 @@ class Following:
             return Advice(
                 "bound",
                 f"{1.0 - self._used:.0%} of the slots stay empty, for the staleness bound grants no more leases: a "
-                "larger weight_sync.max_lag would raise the rate, more actors would not",
+                "larger weight_sync.max_lag would raise the rate, more actors would hardly",
             )
         there = [pool for pool in pools if pool.count < pool.most]
         if not there:
@@ -267,15 +274,18 @@ def _facts(row: Row, pools: Sequence[PoolStatus], before: Row) -> StepFacts | No
     slots = sum(pool.engines.slots for pool in pools)
     used = sum((pool.engines.slots_used or 0.0) * pool.engines.slots for pool in pools)
     lengths = [(each, pool.tokens_per_s) for pool in pools if (each := pool.engines.tokens_per_sample) is not None]
-    used_up = sum(row[key] - before[key] for key in ("buffer/trained", "buffer/uninformative"))
+    used_up = sum(row[key] - before[key] for key in ("buffer/trained", "buffer/uninformative", "buffer/dropped_stale"))
     if not slots or used_up <= 0 or not (weight := sum(rate for _, rate in lengths)):
         return None
     num = row["batch/trajectories"]
-    between_s = max(0.0, row["started_s"] - row["time/wait_for_batch"] - before["finished_s"])
+    wait_s = row["time/wait_for_batch"]
+    between_s = max(0.0, row["started_s"] - wait_s - before["finished_s"])
+    train_s = row["time/step"] + between_s
     return StepFacts(
         tokens=sum(each * rate for each, rate in lengths) / weight,
         prompt_tokens=(row["batch/tokens"] - row["batch/completion_tokens"]) / num,
-        train_s=row["time/step"] + between_s,
+        train_s=train_s,
         slots_used=used / slots,
         samples=used_up,
+        waited=wait_s / (train_s + wait_s) if wait_s else 0.0,
     )

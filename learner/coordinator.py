@@ -177,7 +177,7 @@ class Coordinator:
             while_waiting()
             future = self._client.draw(step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S)
             if score is not None:
-                self._score_until(future, score)
+                self._score_until(future, score, deadline_s + REQUEST_TIMEOUT_S)
             draw = self._answer(future, f"draw step {step}", deadline=deadline_s + REQUEST_TIMEOUT_S)
             if draw.ready:
                 self.waiting_for = ""
@@ -226,11 +226,12 @@ class Coordinator:
         """End the conversation."""
         self._client.close()
 
-    def _score_until(self, drawn: Future[Draw], score: Score) -> None:
-        """Have ready samples scored until the draw is answered, ready or not."""
+    def _score_until(self, drawn: Future[Draw], score: Score, deadline: float) -> None:
+        """Have ready samples scored until the draw is answered, ready or not; a full disk keeps that too waiting."""
         pause_s = _SCORE_POLL_S
         while not wait([drawn], pause_s).done:
-            taken = self._answer(self._client.take_unscored(self._round_tokens), "give samples to score")
+            asked = self._client.take_unscored(self._round_tokens)
+            taken = self._answer(asked, "give samples to score", deadline=deadline)
             pause_s = 0.0 if taken.record_ids else _SCORE_POLL_S
             if taken.record_ids:
                 started_s = time.perf_counter()

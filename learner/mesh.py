@@ -270,7 +270,10 @@ def tells_of_loss(error: RuntimeError) -> bool:
     text = str(error)
     if any(sign in text for sign in _WOULD_COME_AGAIN):
         return False
-    return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS_OF_LOSS)
+    # an error of ours, which has a class of its own, may name a folder that is called so
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(sign in text for sign in _SIGNS_OF_LOSS)
+    )
 
 
 def tells_of_death(error: BaseException) -> bool:

@@ -204,10 +204,17 @@ class BadBatches:
         """Where the draw of a step is kept."""
         return self._folder / f"step-{step}.arrow"
 
-    def keep(self, step: int, body: bytes | memoryview) -> None:
-        """Write the draw of a step down, as the Arrow IPC stream that the buffer sent."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.path(step).write_bytes(body)
+    def keep(self, step: int, body: bytes | memoryview) -> str:
+        """Write the draw of a step down, as the Arrow IPC stream that the buffer sent; says where, or why it could not.
+
+        A full disk is no reason to end a run that leaves a step out, nor to hide why it ends.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.path(step).write_bytes(body)
+        except OSError as error:
+            return f"the draw is not kept: {error}"
+        return f"the draw is kept in {self.path(step)}"
 
     def note(self, step: int, result: StepResult, body: bytes | memoryview | None) -> None:
         """Count a step without a finite loss or gradient, and on the coordinator, which has the `body`, keep its draw.
@@ -218,13 +225,12 @@ class BadBatches:
             TrainingDiverged: this was one too many.
         """
         if body is not None and result.num_non_finite:
-            self.keep(step, body)
             logger.warning(
-                "step %d: loss or gradient not finite, %d of %d updates not taken; draw kept in %s",
+                "step %d: loss or gradient not finite, %d of %d updates not taken; %s",
                 step,
                 result.num_non_finite,
                 len(result.updates),
-                self.path(step),
+                self.keep(step, body),
             )
         if not result.skipped:
             self.non_finite_steps = ()

@@ -109,7 +109,8 @@ class Stage:
 
         Raises:
             NoBatch: the coordinator got no batch within `batch_timeout_s`; CoordinatorFailed on the other stages.
-            PublishFailed: weights could not be written for `publish_timeout_s`; CoordinatorFailed on the other stages.
+            PublishFailed: weights could not be written for `publish_timeout_s`; CoordinatorFailed, or where a step was
+                under way StageLost, on the other stages.
             StaleTokens: the batch holds a token past the staleness bound; CoordinatorFailed on the other stages.
             StageLost: another stage died or hung; GpuFailed: the GPU of this one failed.
             BadSample: a drawn sample has a reward or a log-probability that no loss can use. All stages raise it.
@@ -292,10 +293,9 @@ class Stage:
         try:
             check_samples(batch, self._context.config.algorithm.needs, record_ids)
         except BadSample as error:
-            if isinstance(draw, Draw):
-                self._bad_batches.keep(step, draw.body)
+            kept = self._bad_batches.keep(step, draw.body) if isinstance(draw, Draw) else "the coordinator has the draw"
             dist.barrier()  # who raises first ends the others, and the draw must be on disk by then
-            raise BadSample(f"step {step}: {error}. The draw is kept in {self._bad_batches.path(step)}") from None
+            raise BadSample(f"step {step}: {error}; {kept}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         self._progress = structs.replace(self._progress, step=step, version=result.version)
         ahead_s = self._coordinator.scored_ahead_s if self._coordinator is not None else 0.0

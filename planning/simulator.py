@@ -315,10 +315,13 @@ class Simulation:
 
     def _begin_step(self) -> None:
         contract, version, scores = self._contract, self._version, self._world.scores
-        for group in self._buffer.drop_stale(version):
+        dropped = self._buffer.drop_stale(version)
+        for group in dropped:
             if not group.uses:
                 self._found.num_dropped += len(group.lengths)
                 self._prompts.give_back(group.prompt)
+        if dropped:  # which makes room for others, though no step begins
+            self._knock()
         groups = self._buffer.draw(version)
         if not groups:
             return
@@ -344,6 +347,7 @@ class Simulation:
             found.lags[self._version + updates - 1 - group.oldest] += 1
             found.residence_s += self.now_s - group.leased_s
         found.busy_s += self.now_s - began_s
+        found.between_s += self._costs.between_steps_s
         self._version += updates
         self._buffer.finish()
         self._num_pending = 0

@@ -218,6 +218,8 @@ class Outcome:
     """Samples that were too old before any step used them."""
     busy_s: float = 0.0
     """Seconds of steps."""
+    between_s: float = 0.0
+    """Seconds after steps in which no other can begin."""
     slots_used: float = 0.0
     """Share of all slots, over time."""
     slots_used_by_pool: dict[str, float] = field(default_factory=dict)
@@ -260,7 +262,7 @@ class Outcome:
     @property
     def binds(self) -> Bound:
         """What the rate is limited by."""
-        if self.learner_busy >= _FULL:
+        if self.busy_s + self.between_s >= _FULL * self.seconds:
             return "training"
         if self.slots_used >= _FULL or self.closed + self.behind <= 1.0 - _FULL:
             return "generation"

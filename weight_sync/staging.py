@@ -196,7 +196,8 @@ class HostStaging(HostFolder):
         cost, limit = 0, manifest.whole_bytes(dtype)
         youngest_here = max(self.store.committed(), default=manifest.policy)
         while True:
-            cost += manifest.change_bytes(dtype) or limit
+            change = manifest.change_bytes(dtype)
+            cost += limit if change is None else change
             if cost >= limit or len(way) >= _MAX_DELTAS:
                 return []
             parent = PolicyVersion.parse(str(manifest.parent))

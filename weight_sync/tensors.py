@@ -8,6 +8,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -79,9 +80,16 @@ def pinned_memory(size_bytes: int, gpu: torch.device) -> Tensor:
 
 def pin(memory: npt.NDArray[np.uint8]) -> int:
     """Have CUDA lock host memory in place until its last view is given up; CUDA's error code, 0 where it did."""
-    address = memory.ctypes.data
+    address, gpu = memory.ctypes.data, torch.cuda.current_device()
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cuda.cudaHostRegister(address, memory.nbytes, 0))
+
+    def register() -> int:
+        torch.cuda.set_device(gpu)
+        return int(cuda.cudaHostRegister(address, memory.nbytes, 0))
+
+    # CUDA remembers an error in the thread that met it, where the next kernel would be blamed for it
+    with ThreadPoolExecutor(1) as thread:
+        code = thread.submit(register).result()
     if not code:
         weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
     return code
@@ -90,7 +98,8 @@ def pin(memory: npt.NDArray[np.uint8]) -> int:
 class PinnedRoom:
     """Pinned host memory for one version at a time: made for the first one, and kept for all that follow.
 
-    At most a quarter of the memory that is free on the host when the first one comes, and 32 GiB.
+    Each rank of an engine has its own: at most a quarter of the memory that is free on the host when its first one
+    comes, and 32 GiB.
     """
 
     def __init__(self, gpu: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from learner import mesh, stage
 from learner.config import LearnerConfig
 from learner.mesh import Agreement, GpuFailed, Mesh, StageLost, tells_of_loss
+from learner.report import TrainingDiverged
 from learner.stage import Stage
 from tests.world.learner import run_ranks
 from tests.world.run_context import run_context
@@ -127,6 +128,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         (dist.DistStoreError("wait timeout after 1000ms"), True),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+        (TrainingDiverged("steps 1, 2, 3. The draws are in /runs/gloo-or-NCCL/bad_batches"), False),
         (dist.DistBackendError("NCCL error: Cuda failure 700 'an illegal memory access was encountered'"), False),
     ],
 )

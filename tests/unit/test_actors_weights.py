@@ -66,6 +66,21 @@ async def test_a_version_that_never_comes_is_an_error_that_names_it():
         await run_to_end(make_actor(buffer, weight_sync={"update_timeout_s": 0.05}))
 
 
+async def test_who_needs_no_newer_version_than_is_served_waits_for_none():
+    engine, store = FakeEngine(), FakeStore()
+    actor = make_actor(FakeBuffer(0), engine, store)
+    await actor.start()
+    store.version = PolicyVersion(0, 1)
+    engine.may_apply.clear()
+    update = asyncio.create_task(actor._follower.update())
+    await engine.applying.wait()
+    await asyncio.wait_for(actor._follower.catch_up(PolicyVersion(0, 0)), 60)
+    assert not update.done()
+    engine.may_apply.set()
+    await update
+    await actor.stop()
+
+
 async def test_refused_weights_are_reported_passed_over_and_the_next_version_is_taken():
     engine, store, clock = FakeEngine(), FakeStore(), Clock()
     store.corrupt, engine.refuses = {PolicyVersion(0, 1)}, {PolicyVersion(0, 2)}

@@ -153,8 +153,9 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     coordinator.close()
 
 
+@pytest.mark.parametrize(("score", "what"), [(None, "draw step 1"), (lambda _: [], "give samples to score")])
 def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_for_a_batch(
-    serve, monkeypatch, tmp_path
+    score, what, serve, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
@@ -167,8 +168,8 @@ def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_
     coordinator.settle()
     space_on_disk(service, monkeypatch)
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=f"{service.address} was asked to draw step 1 and has let that wait"):
-        coordinator.draw(1, 0, threading.Event(), lambda: None, None)
+    with pytest.raises(TimeoutError, match=f"{service.address} was asked to {what} and has let that wait"):
+        coordinator.draw(1, 0, threading.Event(), lambda: None, score)
     assert time.monotonic() - began > 1.0
     coordinator.close()
 

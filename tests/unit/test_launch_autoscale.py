@@ -29,13 +29,17 @@ def pool(count, slots_used=1.0, tokens=64.0):
     return PoolStatus(name="actors", wanted=count, working=count, tokens_per_s=1000.0, engines=engines)
 
 
-def rows(num, step_s, set_aside=0, uses=1):
+def rows(num, step_s, set_aside=0, uses=1, stale=0, every_s=None):
+    """Steps of so many seconds, one every `every_s`: all that lies between two, the learner waits for its batch."""
+    every_s = every_s or step_s
     for step in range(1, num + 1):
+        start_s = every_s * step
         yield {
-            "step": step, "restarts": 0, "skipped": False, "started_s": 2.0 * step, "finished_s": 2.0 * step + step_s,
-            "time/step": step_s, "time/wait_for_batch": 2.0 - step_s, "batch/trajectories": G * K,
+            "step": step, "restarts": 0, "skipped": False, "started_s": start_s, "finished_s": start_s + step_s,
+            "time/step": step_s, "time/wait_for_batch": every_s - step_s, "batch/trajectories": G * K,
             "batch/tokens": G * K * 70, "batch/completion_tokens": G * K * 64,
             "buffer/trained": step * G * K // uses, "buffer/uninformative": step * set_aside,
+            "buffer/dropped_stale": step * stale,
         }  # fmt: skip
 
 
@@ -43,9 +47,9 @@ def autoscale(mode, *overrides):
     return Autoscale(load_config(DEMO, ["--launch.autoscale", mode, *overrides]))
 
 
-def advised(mode, *overrides, room=100, step_s=0.2, count=2, set_aside=0, uses=1, **of_pool):
+def advised(mode, *overrides, room=100, step_s=0.2, count=2, steps=None, **of_pool):
     scale = autoscale(mode, *overrides)
-    found = [scale.look(row, [pool(count, **of_pool)], lambda name: room) for row in rows(30, step_s, set_aside, uses)]
+    found = [scale.look(row, [pool(count, **of_pool)], lambda name: room) for row in rows(30, step_s, **steps or {})]
     return [each for each in found if each is not None]
 
 
@@ -60,11 +64,17 @@ def test_advice_says_how_many_actors_and_what_they_gain():
     assert first.text.endswith(f"would raise the rate by {needed(0.2) / 2 - 1:.0%}")
 
 
-def test_what_is_set_aside_has_to_be_generated_too_and_what_is_trained_again_has_not():
-    plain, refilled, replayed = (advised("on", **each)[0].count for each in ({}, {"set_aside": G * K}, {"uses": 2}))
+def test_what_goes_unused_has_to_be_generated_too_and_what_is_trained_again_has_not():
+    changes = ({}, {"set_aside": G * K}, {"stale": G * K}, {"uses": 2})
+    plain, refilled, dropped, replayed = (advised("on", steps=each)[0].count for each in changes)
     assert plain == pytest.approx(needed(0.2), abs=1)
-    assert refilled == pytest.approx(2 * needed(0.2), abs=1)
+    assert refilled == dropped == pytest.approx(2 * needed(0.2), abs=1)
     assert replayed == pytest.approx(needed(0.2) / 2, abs=1)
+
+
+def test_an_actor_is_too_many_only_where_the_learner_does_not_wait():
+    assert [each.kind for each in advised("on", step_s=0.5, count=6)] == ["shrink"]
+    assert advised("on", step_s=0.5, count=6, steps={"every_s": 0.8}) == []
 
 
 def test_it_grows_no_further_than_there_is_room_or_the_config_says():

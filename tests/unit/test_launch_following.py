@@ -28,8 +28,8 @@ def pool(count, name="fast", law=LAW, most=16):
     return PoolState(name, count, count, SLOTS, law, most)
 
 
-def facts(tokens, train_s=1.0, slots_used=1.0, samples=G * K):
-    return StepFacts(tokens, 10.0, train_s, slots_used, samples)
+def facts(tokens, train_s=1.0, slots_used=1.0, samples=G * K, waited=0.0):
+    return StepFacts(tokens, 10.0, train_s, slots_used, samples, waited)
 
 
 def gen_s(count, tokens):
@@ -56,6 +56,12 @@ def test_it_shrinks_where_one_less_is_enough_for_long():
     found = [each for each in looks if each is not None]
     assert [each.count for each in found] == [3]
     assert looks.index(found[0]) >= PATIENCE_TO_SHRINK - 1
+
+
+def test_no_actor_is_too_many_for_a_learner_that_waits_for_each_batch():
+    following, state = Following(), [pool(4)]
+    waiting = facts(tokens_for(3, 0.8), waited=0.4)
+    assert not any(following.look(state, waiting) for _ in range(3 * PATIENCE_TO_SHRINK))
 
 
 def test_lengths_that_grow_step_by_step_are_followed_within_three_steps():
@@ -96,7 +102,7 @@ def test_where_no_actor_helps_it_says_what_would():
     empty = [following.look([pool(2)], facts(tokens_for(2, 2.1), slots_used=0.5)) for _ in range(8)]
     advice = next(each for each in empty if each is not None)
     assert (advice.pool, advice.count) == ("", 0)
-    assert "weight_sync.max_lag would raise the rate, more actors would not" in advice.text
+    assert "weight_sync.max_lag would raise the rate, more actors would hardly" in advice.text
     following = Following()
     full = [following.look([pool(2, most=2)], facts(tokens_for(2, 2.1))) for _ in range(8)]
     assert "no pool may grow" in next(each for each in full if each is not None).text
@@ -128,15 +134,16 @@ def followed(seed, *, doubles=True):
     lengths = lognormal(230, 0.6, 2000, 0.5)
     start = world(engines=3, slots=SLOTS, lengths=lengths, step_s=GROUPS / G, max_lag=8, groups=GROUPS)
     following, counts, rates = Following(), [], []
-    before, wanted = [0, 0.0], [3]
+    before, wanted = [0, 0.0, 0.0], [3]
 
     def after_step(step):
         simulation.stretch = 1.0 + (min(1.0, max(0.0, (step - 20) / 40)) if doubles else 0.0)
         found, there = simulation.so_far(), simulation.count()
         samples, tokens = found.num_generated - before[0], found.num_tokens - before[1]
-        before[:] = [found.num_generated, found.num_tokens]
+        waited = max(0.0, 1.0 - GROUPS / G / (simulation.now_s - before[2]))
+        before[:] = [found.num_generated, found.num_tokens, simulation.now_s]
         state = PoolState("a", there, wanted[0], SLOTS, start.pools[0].law, 16)
-        advice = following.look([state], StepFacts(tokens / max(1, samples), 10.0, GROUPS / G, 1.0, GROUPS * K))
+        advice = following.look([state], StepFacts(tokens / max(1, samples), 10.0, GROUPS / G, 1.0, GROUPS * K, waited))
         if advice is not None and advice.pool:
             wanted[0] = advice.count
             simulation.scale(advice.count, start_s=2.0)

@@ -1,6 +1,9 @@
 """Samples that no loss can use are named, and steps that cannot be taken are kept and counted."""
 
+import errno
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +79,15 @@ def test_a_step_with_one_non_finite_update_among_others_is_kept_and_does_not_cou
     for step in range(1, 6):
         bad.note(step, result("tn"), b"draw")
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_draw_that_the_disk_has_no_room_for_costs_no_run(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    BadBatches(tmp_path).note(1, result("n"), b"draw")
+    assert caplog.messages[0].endswith("; the draw is not kept: [Errno 28] No space left on device")
 
 
 def test_other_stages_than_the_lead_count_and_keep_nothing(tmp_path):

@@ -31,6 +31,8 @@ class Cuda:
         self.pinned: dict[int, int] = {}
         self._code = code
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
 
     def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:
         if not self._code:

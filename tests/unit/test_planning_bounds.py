@@ -41,6 +41,13 @@ def test_scores_of_a_reference_belong_to_the_bound_of_training_at_the_price_that
         assert found <= bound * (1 + 1e-9)
 
 
+def test_a_sample_that_is_used_again_is_scored_once():
+    made = world(engines=4, step_s=10.0, scores=Scores(1e-3, 0, 0), max_lag="unbounded")
+    often = replace(made, buffer=made.buffer.model_copy(update={"sampler": "uniform", "max_uses": 4}))
+    step_s = 10.0 + 1e-3 * G * K * (10 + 100) / 4
+    assert bounds_of(often, 10.0).training == pytest.approx(G * K / step_s)
+
+
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_admission_meets_the_bound_of_staleness_where_engines_have_room(max_lag):
     law_of_one_sample = type(LAW)(4e-3)  # alone or not, a token takes as long

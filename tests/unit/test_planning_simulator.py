@@ -49,6 +49,12 @@ def test_a_slow_learner_trains_its_groups_in_its_time():
     assert found.binds == "training"
 
 
+def test_a_learner_that_is_never_free_binds_whatever_it_does_between_steps():
+    found = Simulation(world(engines=4, step_s=10.0, costs=Costs(between_steps_s=2.0))).run(60, warm_up=20)
+    assert found.learner_busy == pytest.approx(10.0 / 12.0, rel=1e-9)
+    assert found.binds == "training"
+
+
 @pytest.mark.parametrize("max_lag", [1, 2, 5])
 def test_admission_obeys_littles_law(max_lag):
     """As many groups are outstanding as the contract has room for: rate = room * K / residence."""
@@ -118,6 +124,24 @@ def test_no_group_is_trained_past_the_bound_and_none_is_dropped_where_the_step_w
     assert found.num_steps == 150
     if on_stale == "wait":
         assert found.num_dropped == 0
+
+
+class WatchedDoor(Simulation):
+    """Looks, whenever groups may have been dropped, whether an engine waits for admission that is open."""
+
+    num_looks = 0
+
+    def _begin_step(self):
+        before = self._found.num_dropped
+        super()._begin_step()
+        if self._found.num_dropped > before and not self._is_closed():
+            WatchedDoor.num_looks += 1
+            assert not [each for each in self._engines if each.closed_since_s is not None and not each.is_asking]
+
+
+def test_the_room_of_dropped_groups_is_asked_for_though_no_step_begins():
+    WatchedDoor(world(engines=8, lengths=LONG_TAIL, step_s=0.3, max_lag=1, groups=16), seed=1).run(100)
+    assert WatchedDoor.num_looks > 10
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not():

@@ -29,7 +29,7 @@ Init, Update = TypeVar("Init"), TypeVar("Update")
 
 
 class Cuda:
-    """What was registered, by whom, and what was given back."""
+    """What was registered, for which GPU, and what was given back; an error stays with the thread that met it."""
 
     def __init__(self, monkeypatch) -> None:
         self.registered: list[tuple[int, int, torch.device | None]] = []
@@ -37,6 +37,8 @@ class Cuda:
         self.error = 0
         self._current = threading.local()
         monkeypatch.setattr(torch.cuda, "device", self._device)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self._current, "device", device))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(self._current, "device", None))
         cudart = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self.unregistered.append)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
 
@@ -49,7 +51,12 @@ class Cuda:
     def _register(self, address: int, size_bytes: int, flags: int) -> int:
         if not self.error:
             self.registered.append((address, size_bytes, getattr(self._current, "device", None)))
+        self._current.last_error = self.error
         return self.error
+
+    def launch_kernel(self) -> None:
+        """Fail for whatever went wrong in this thread before, as CUDA does."""
+        assert not getattr(self._current, "last_error", 0)
 
 
 class BaseEngine(Generic[Init, Update]):
@@ -285,6 +292,7 @@ def test_a_stage_whose_memory_cannot_be_pinned_publishes_all_the_same_and_makes_
     cuda.error = 2
     places = HostCopy.like(weights(), ["bfloat16"]).places
     copy = HostCopy(places, ["bfloat16"], GPU)
+    cuda.launch_kernel()
     copy.fill(weights(3))
     assert cuda.registered == []
     assert "weights are copied from cuda:1 to memory that is not pinned" in caplog.text
