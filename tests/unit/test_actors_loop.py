@@ -443,7 +443,7 @@ async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
         """One sample of each group takes ten times as long, so slots come free one by one."""
 
         async def generate(self, prompt_token_ids, **options):
-            self.seconds = 0.1 if len(self.seeds) % K == 0 else 0.01
+            self.seconds = 0.3 if len(self.seeds) % K == 0 else 0.03
             return await super().generate(prompt_token_ids, **options)
 
     buffer, engine = FakeBuffer(60), Lagging()
@@ -458,7 +458,7 @@ async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert max(used) == 2 * K - 1
-    assert sum(used) / len(used) > 0.8 * (2 * K - 1), "rounded down to whole groups, about half of them would be used"
+    assert sum(used) / len(used) > 0.7 * (2 * K - 1), "rounded down to whole groups, about half of them would be used"
 
 
 async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
