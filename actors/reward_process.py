@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
+import io
 import json
 import logging
 import math
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -241,18 +243,20 @@ def _in_words(status: int | None) -> str:
 
 def serve(descriptor: str, parent: str) -> None:
     """Load a function and make its calls, until the other end is closed."""
+    channel = io.FileIO(int(descriptor), "r+")
+    os.set_inheritable(channel.fileno(), False)
+    os.register_at_fork(after_in_child=channel.close)  # else it is open while anything lives that the user's file forks
     if sys.platform == "linux":
         die_with_parent()
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_GO))
+            _end_group_after_us()
     if os.getppid() != int(parent):
         return
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started us may hold some back
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    channel = socket.socket(fileno=int(descriptor))
-    channel.set_inheritable(False)
-    stream = cast("BinaryIO", channel.makefile("rwb"))
+    stream = cast("BinaryIO", io.BufferedRWPair(channel, channel))
     about = _read(stream)
     if about is None:
         return
@@ -278,6 +282,21 @@ def serve(descriptor: str, parent: str) -> None:
     with asyncio.Runner() as runner:
         while (asked := _read(stream)) is not None:
             _write(stream, _outcome(call, asked, runner))
+
+
+def _end_group_after_us() -> None:
+    """Leave that to a process of its own: an actor that is killed does not do it."""
+    this = os.pidfd_open(os.getpid())
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os.close(this)
+        return
+    try:
+        if not os.fork():  # an orphan: what waits for all children of the user's file does not wait for it
+            select.select([this], [], [])
+            os.killpg(0, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None where there are no more

@@ -36,7 +36,8 @@ _FILE_BYTES = 16 * 2**20
 _FOLDER_BYTES = 64 * 2**20
 _ADDRESS_BYTES = 8 * 2**30
 """Beside what a process may allocate: libraries, stacks of threads, and memory that it shares with others."""
-_NUM_PROCESSES = 64
+_NUM_PROCESSES, _MOST_OF_NOBODY = 64, 1024
+"""Of a program; where it is not alone in its namespace, of all that the host runs as this user."""
 _NUM_FILES = 256
 NOBODY = 65534
 _LOOK_S = 20.0
@@ -48,7 +49,7 @@ REFUSED = 77
 """Exit status where the kernel does not let it run as it was asked to."""
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 1 << 18
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 1, 2, 4, 0x4000, 1 << 18
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPSET, _CAP_VERSION = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1), 0x20080522
@@ -186,7 +187,7 @@ def _mount_read_only() -> None:
     _checked(changed, "mount_setattr")
     options = f"size={_FOLDER_BYTES},nr_inodes=4096,mode=0700".encode()
     _checked(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options), "mount")
-    _libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None)  # a container may forbid it; it only shows
+    _libc.mount(b"proc", b"/proc", b"proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)  # a container may forbid it
 
 
 # --- one program after the other ------------------------------------------------------------------------
@@ -322,8 +323,8 @@ def _limit(job: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: _NUM_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if job["isolated"] or job["as_nobody"]:  # else all processes of the user count
-        limits[resource.RLIMIT_NPROC] = _NUM_PROCESSES
+    if job["isolated"] or job["as_nobody"]:  # else all processes of whoever started the run count
+        limits[resource.RLIMIT_NPROC] = _NUM_PROCESSES if job["isolated"] else _MOST_OF_NOBODY
     for kind, most in limits.items():
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)

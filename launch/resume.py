@@ -109,8 +109,7 @@ def _newest_step(folder: RunFolder) -> int:
 
 def _check_unfinished(folder: RunFolder, config: Config) -> None:
     step = _newest_step(folder)
-    is_over = config.actors.num_actors == 0 or _is_evaluated(folder, step) if folder.summary.exists() else False
-    if step >= config.learner.num_steps and is_over:
+    if step >= config.learner.num_steps and _is_told(folder, step, with_accuracy=config.actors.num_actors > 0):
         raise ConfigError(
             f"the run {folder.root} is finished: it has taken all learner.num_steps = {config.learner.num_steps}. Give "
             f"it more to go on: --learner.num_steps {2 * config.learner.num_steps}"
@@ -204,12 +203,12 @@ def _check_buffer(folder: RunFolder, run_id: str) -> None:
         )
 
 
-def _is_evaluated(folder: RunFolder, step: int) -> bool:
+def _is_told(folder: RunFolder, step: int, *, with_accuracy: bool) -> bool:
     """Does the summary tell of this step's model? That of an earlier command lies there until the next one is done."""
     try:
         said = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return False
     if not isinstance(said, dict):
         return False
-    return said.get("accuracy_after") is not None and said.get("num_steps", 0) >= step
+    return said.get("num_steps", 0) >= step and (not with_accuracy or said.get("accuracy_after") is not None)

@@ -23,7 +23,7 @@ _OFTEN = 1_000_000
 """Tries of a request: its limit is one of time."""
 _LONGEST_PAUSE_S = 120.0
 """Before a request is repeated; to an endpoint that asks for more the library makes no further request."""
-_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)")
+_NUMBER = re.compile(r"(-?(?:\d+(?:\.\d+)?|(?<![^\W_])(?<!\.)\.\d+))")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
 """A number after it is not part of what is said before it."""
 _LISTED = re.compile(r"(?m)^[\s>*-]*\d+[.)]\s")

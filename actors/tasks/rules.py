@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from decimal import Decimal
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,10 +42,11 @@ _GRACE_S = 5.0
 """Beyond the rule's own limit, for the sandbox to start and to end."""
 _PROBE_S = 20.0
 _FENCE = "```"
-_OPENS = re.compile(r"`{3,}[\s{.]*\w[^`]*")
-"""A fence that names a language, and so ends no block."""
-_LANGUAGE = re.compile(r"`{3,}[\s{.]*([\w+#-]*)")
-_PYTHON = frozenset({"", "python", "python3", "py"})
+_OPENS = re.compile(r"(`{3,}+)[\s{.]*+([\w+#-]*+)[^`]*+")
+"""A fence, and the language that it may name."""
+_PYTHON = frozenset({"python", "python3", "py"})
+_WITH_EXPONENT = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?!\w|\.\d)")
+"""A number in which math-verify takes the e for Euler's; written out, one of more digits would fill the memory."""
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from actors.sandbox import serve; serve(sys.argv[2])"
 
 _log = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
 def _texts(answer: object, rule: RewardRule) -> list[str]:
     """Each of which is the answer: 0.00005 is 5e-05 too, and 5.0 is 5; but not within a text, where 15 has a 5."""
     texts = [str(answer)]
-    if isinstance(answer, float) and math.isfinite(answer) and not isinstance(rule, ContainsRule):
+    if isinstance(answer, float) and math.isfinite(answer) and not isinstance(rule, ContainsRule | MathRule):
         texts.append(np.format_float_positional(answer, trim="-"))
     return texts
 
@@ -183,17 +185,20 @@ def _load_math() -> _Matches:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
 
+    def parsed(text: str) -> list[Any]:
+        return list(parse(_WITH_EXPONENT.sub(lambda found: f"{Decimal(found[0]):f}", text), parsing_timeout=None))
+
     @lru_cache(_KEPT_ANSWERS)
     def right_one(answer: str) -> list[Any]:
         text = answer.rpartition("####")[2].strip()  # of GSM8K, whose answers show how they are found
         is_marked = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
-        return list(parse(text if is_marked else f"\\boxed{{{text}}}", parsing_timeout=None))
+        return parsed(text if is_marked else f"\\boxed{{{text}}}")
 
     def matches(answer: str, completion: str) -> bool | NoScore:
         right = right_one(answer)
         if not right:
             return NoScore("the row's answer is no mathematics", repr(answer[:200]))
-        return bool(verify(right, parse(completion, parsing_timeout=None), timeout_seconds=None))
+        return bool(verify(right, parsed(completion), timeout_seconds=None))
 
     return matches
 
@@ -241,23 +246,24 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
 
 
 def source_of(completion: str) -> str:
-    """The last fenced block of Python, or of no language; all of a completion that has no fence."""
-    found, block = None, list[str]()
-    language: str | None = None
-    """Of the block that is open."""
+    """The last fenced block of Python, else the last of no language; all of a completion that has no fence."""
+    found, block = dict[str, str](), list[str]()
+    language, depth, width = None, 0, 0  # of the block that is open
     for line in completion.split("\n"):
-        fence = line.strip()
-        named = (told[1] if (told := _LANGUAGE.match(fence)) else "").lower()
-        is_python = named in _PYTHON - {""} and _OPENS.fullmatch(fence) is not None  # one before was never closed
-        if fence.startswith(_FENCE) and (language is None or is_python):
-            language, block = named, []
-        elif language is not None and fence == _FENCE:
-            found, language = (_text_of(block) if language in _PYTHON else found), None
+        fence, indent = line.strip(), len(line) - len(line.lstrip())
+        ticks, named = told.groups() if (told := _OPENS.fullmatch(fence)) else ("", "")
+        named = "python" if named.lower() in _PYTHON else named.lower()
+        is_level = indent <= depth and len(ticks) >= width  # else the block shows it, as a docstring does
+        begins = named == "python" and (is_level or language != "python")  # one before was never closed
+        if ticks and (language is None or begins):
+            language, block, depth, width = named, [], indent, len(ticks)
+        elif language is not None and is_level and fence == ticks:
+            found[language], language = _text_of(block), None
         elif language is not None:
             block.append(line)
-    if language in _PYTHON:  # an answer that was cut
-        return _text_of(block)
-    return (found or "") if _FENCE in completion else completion
+    if language is not None:  # an answer that was cut
+        found[language] = _text_of(block)
+    return found.get("python", found.get("", "")) if _FENCE in completion else completion
 
 
 def _text_of(block: list[str]) -> str:

@@ -66,6 +66,14 @@ def child():
     open(PID, "w").write(str(pid))
     time.sleep(1e6)
 
+def forks():
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(25)
+        os._exit(0)
+    time.sleep(0.2)
+    os._exit(4)
+
 def count():
     global calls
     calls += 1
@@ -88,6 +96,8 @@ DO = {
     "memory": lambda: len(bytearray(30 * 2**30)),
     "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "child": child,
+    "forks": forks,
+    "waits": lambda: float(os.waitpid(-1, os.WNOHANG) == (0, 0)),
     "count": count,
     "forever": forever,
     "heavy": lambda: len({"torch", "vllm", "ray", "transformers"} & set(sys.modules)),
@@ -150,6 +160,8 @@ def problem(answer="42"):
         ("regex", "took longer than 2 s"),
         pytest.param("sum", "took longer than 2 s", marks=pytest.mark.full),
         ("exit", "the reward's process ended with exit status 3"),
+        ("forks", "the reward's process ended with exit status 4"),
+        ("waits", "ChildProcessError"),
         ("alarm", "the reward's process ended with signal SIGALRM"),
         ("threaded alarm", "the reward's process ended with signal SIGALRM"),
         ("crash", "the reward's process ended with signal SIGSEGV"),
@@ -319,17 +331,18 @@ from actors.tasks.config import FileTask
 async def main(reference):
     task = FileTask(type="file", path="rows.jsonl", rewards=(reference,))
     function = RewardFunction("judge", task, ["answer"], reference)
-    await Scorer([function], ScorerLimits(1, 600.0, start_timeout_s=60.0)).score(Problem("q", "q", {}), "forever")
+    await Scorer([function], ScorerLimits(1, 600.0, start_timeout_s=60.0)).score(Problem("q", "q", {}), sys.argv[2])
 
 asyncio.run(main(sys.argv[1]))
 """
 
 
-async def test_it_ends_with_an_actor_that_is_killed(folder):
-    with subprocess.Popen([sys.executable, "-c", ACTOR, f"{folder / 'judge.py'}:judge"]) as actor:
+@pytest.mark.parametrize("completion", ["forever", "child"])
+async def test_it_and_what_it_has_started_end_with_an_actor_that_is_killed(folder, completion):
+    with subprocess.Popen([sys.executable, "-c", ACTOR, f"{folder / 'judge.py'}:judge", completion]) as actor:
         await wait_for(lambda: (folder / "pid").exists() and (folder / "pid").read_text())
         pid = int((folder / "pid").read_text())
-        assert psutil.Process(pid).ppid() == actor.pid
+        assert actor.pid in [each.pid for each in psutil.Process(pid).parents()]
         os.kill(actor.pid, signal.SIGKILL)
     await gone(pid)
 

@@ -6,10 +6,12 @@ Real processes and namespaces, because only the kernel can show what it holds th
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
 import time
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -85,13 +87,26 @@ def test_a_program_that_does_not_end_costs_its_time_alone_and_all_that_it_starte
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize("as_nobody", [True, False])
+def test_processes_are_limited_where_those_of_whoever_started_the_run_do_not_count(monkeypatch, as_nobody, isolated):
+    limits = {}
+    monkeypatch.setattr(sandbox, "_libc", MagicMock())
+    monkeypatch.setattr(sandbox.resource, "setrlimit", lambda kind, most: limits.update({kind: most}))
+    sandbox._limit({"as_nobody": as_nobody, "isolated": isolated, "timeout_s": 1.0, "memory_bytes": 2**30})
+    assert limits.get(resource.RLIMIT_NPROC) == (64 if isolated else 1024 if as_nobody else None)
+
+
 def commands():
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             yield " ".join(process.cmdline())
 
 
-def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_else(tmp_path):
+@pytest.mark.parametrize("as_nobody", [True, False])
+def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_else(tmp_path, monkeypatch, as_nobody):
+    try_way = rules._try
+    monkeypatch.setattr(rules, "_try", lambda rule, way: "no" if way.as_nobody > as_nobody else try_way(rule, way))
     if not rules._way("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -99,6 +114,7 @@ def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_
         attempts = {
             "network": f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)",
             "files": f"open({str(tmp_path / 'written')!r}, 'w')",
+            "kernel": "open('/proc/sys/kernel/core_pattern', 'r+')",
             "kill": f"import os\nos.kill({os.getpid()}, 0)",
             "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/', None, 0x1020, None) == 0",
         }

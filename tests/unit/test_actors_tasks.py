@@ -366,6 +366,13 @@ def test_an_answer_that_a_dataset_cannot_read_is_a_wrong_one(answer):
     assert reward(task.train, [answer, task.train[1].columns["answer"]]) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("answer", ["nan", "N a N", "nan+1i"])
+def test_what_is_no_number_is_a_wrong_complex_one(answer):
+    task = load_task(gym(name="complex_arithmetic", params={}, num_train=2, num_heldout=1))
+    (reward,) = map(load_reward, task.rewards)
+    assert reward(task.train, [answer, task.train[1].columns["answer"]]) == [0.0, 1.0]
+
+
 def test_an_end_of_sequence_that_the_tokenizer_puts_behind_a_text_is_no_part_of_a_prompt(tmp_path):
     from tokenizers import processors
     from transformers import AutoTokenizer
