@@ -73,7 +73,8 @@ FLOOR = 0.1
 _AT_ONCE = 4
 """One prompt in so many is drawn at once, at most: were all of them drawn, none would be preferred."""
 _BY_CHANCE = 3
-"""Tells the chance of prompts from that of draws, under one seed."""
+"""Tells the chance of prompts from that of most draws, under one seed. NumPy pads seeds with zeros: draws of step 3 in
+shard 0 share it, and the order of epoch n shares that of step n by incarnation 0 there."""
 _ROUNDING = 1e-9
 """Chances that differ by no more are the same."""
 
@@ -96,6 +97,10 @@ class Pace:
     def undo(self) -> Callable[[], None]:
         """What makes it know again what it knows now."""
         return partial(self.__dict__.update, dict(self.__dict__))
+
+    def begun(self) -> None:
+        """A learner begins: the time without one is no part of a step."""
+        self._finished_s = -inf
 
     def drawn(self) -> None:
         """A step begins."""

@@ -71,7 +71,7 @@ class Leases:
         self._clock = clock
         self._share = share
         self._deadlines: dict[int, float] = {}
-        """Lease -> when it expires, in that order, for all have the same time. One that is closed is swept when due."""
+        """Lease -> when it expires, in that order, for all have the same time. One that is closed goes when first."""
         self._granted_none: dict[str, tuple[int, int]] = {}
         """Actor -> the epoch and number of its last request that was granted nothing."""
         self._closed_at_s = -inf
@@ -191,6 +191,7 @@ class Leases:
                 lost.append(lease_id)
             else:
                 self._extend(lease_id)
+                self._groups.prompts.renewed(request.actor)
         return RenewReply(lost)
 
     def give_up(self, tx: Transaction, request: GiveUp) -> None:
@@ -228,6 +229,8 @@ class Leases:
 
     def due_in_s(self) -> float | None:
         """Seconds until the next lease is due; None without leases."""
+        for closed in list(takewhile(lambda each: each not in self._groups.index.leases, self._deadlines)):
+            del self._deadlines[closed]
         next_at = next(iter(self._deadlines.values()), None)
         return None if next_at is None else max(0.0, next_at - self._clock())
 

@@ -51,7 +51,7 @@ LEAST_TAU = 256.0
 """Policy versions after which a sample of a prompt counts 1/e of a new one, or those of an epoch where it has more."""
 MOST_LANES = 64
 FORGOTTEN_S = 60.0
-"""A lane of which nobody has asked for so long is gone."""
+"""A lane of which nobody has asked or renewed for so long, or as long as a lease lasts, is gone."""
 
 
 class NextPrompt(NamedTuple):
@@ -91,7 +91,10 @@ class Prompts:
         self.pace = Pace(clock)
         self._window = Window()
         self._lanes: dict[str, tuple[float, float]] = {}
-        """Lane -> seconds for a token, 0 where it is not known yet, and when that was said."""
+        """Lane -> seconds for a token, 0 where it is not known yet, and when it was heard of."""
+        self._lane_of: dict[str, str] = {}
+        """Actor -> its lane."""
+        self._forgotten_s = max(FORGOTTEN_S, config.lease_timeout_s)
         self._is_loaded = False
         self._is_asked = False
         """An actor wants to know lengths."""
@@ -152,6 +155,11 @@ class Prompts:
         self.lengths.shape = tx.state.lengths
         return min(float(self._facts.max_tokens), self.lengths.usual(prompt_id, tx.state.version))
 
+    def renewed(self, actor: str) -> None:
+        """It goes on with what it has: its lane is not gone."""
+        if (lane := self._lane_of.get(actor)) in self._lanes:
+            self._lanes[lane] = self._lanes[lane][0], self._clock()
+
     def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:
         """Its group was dropped or filtered: it is leased again before new ones."""
         tx.returned_prompts.put(ReturnedPrompt(prompt_id, failures), tx.state.next_returned)
@@ -160,14 +168,13 @@ class Prompts:
     def saw(self, tx: Transaction, group: Group) -> None:
         """The samples that a group has, of which no more come; what they tell is learned where it is of use."""
         self._saw_rewards(tx, group)
-        there = [index for index, length in enumerate(group.completion_lengths) if length]
-        if not there or not (self._is_asked or self._policy.needs_lengths(len(self._lanes))):
+        there, lanes = [index for index, length in enumerate(group.completion_lengths) if length], self._living()
+        if not there or not (self._is_asked or self._policy.needs_lengths(len(lanes))):
             return
         prompt, before = group.prompt_id, self.lengths.get(group.prompt_id)
         self.lengths.shape = tx.state.lengths
         lengths, cut = [group.completion_lengths[index] for index in there], [index in group.cut for index in there]
-        slowest_s = max((token_s for token_s, _ in self._lanes.values()), default=0.0)
-        is_late = group.foretold * slowest_s > self.pace.budget_s(self._contract)
+        is_late = group.foretold * max(lanes, default=0.0) > self.pace.budget_s(self._contract)
         visit = self.lengths.see(prompt, lengths, cut, tx.state.version, is_late=is_late)
         tx.undo.append(partial(self.lengths.put, prompt, before))
         tx.lengths.put(visit, prompt)
@@ -243,12 +250,16 @@ class Prompts:
         tx.tries.put(self.successes.see(prompt, num_passed, len(rewards) - num_passed, tx.state.version), prompt)
 
     def _speeds(self, request: LeaseRequest) -> Speeds:
-        now_s = self._clock()
-        self._lanes[request.lane] = request.token_s, now_s
+        self._lanes[request.lane] = request.token_s, self._clock()
+        self._lane_of[request.actor] = request.lane
         if len(self._lanes) > MOST_LANES:  # which no config has
             del self._lanes[min(self._lanes, key=lambda lane: self._lanes[lane][1])]
-        lanes = [each for each, said_s in self._lanes.values() if each > 0.0 and now_s - said_s < FORGOTTEN_S]
-        return Speeds(request.token_s, lanes, self.pace.budget_s(self._contract))
+        return Speeds(request.token_s, [each for each in self._living() if each], self.pace.budget_s(self._contract))
+
+    def _living(self) -> list[float]:
+        """Seconds for a token of each lane that is not gone."""
+        since_s = self._clock() - self._forgotten_s
+        return [token_s for token_s, heard_s in self._lanes.values() if heard_s > since_s]
 
 
 def _forget_damaged(table: Table[Any]) -> None:

@@ -335,7 +335,7 @@ class PlanReply(Message, frozen=True):
     waiting_for: str = ""
     """Who owes it groups."""
     ledger: dict[str, int] = msgspec.field(default_factory=dict)
-    """As in `DrawReply`."""
+    """As in `DrawReply`, but its gap is that among the counters alone."""
     fidelity: LengthFidelity = LengthFidelity()
     """As in `DrawReply`."""
 

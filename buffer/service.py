@@ -136,6 +136,7 @@ class BufferService:
         self._store = Store(folder, facts, durability=config.durability)
         try:
             self._store.read(self._core.leases.restart)
+            self._store.read(_refuse_damaged)
             with suppress(StoreFull):  # what is damaged is then deleted by a later start
                 self._store.write(self._core.groups.prompts.load)
         except CorruptRecord as error:
@@ -455,6 +456,13 @@ def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: 
             pushes.append(arrival)
     join()
     return arrivals
+
+
+def _refuse_damaged(tx: Transaction) -> None:
+    """Of tables that no start reads: a request that met a damaged row would end each service that is started."""
+    for table in (tx.returned_prompts, tx.draws, tx.actors):
+        for fault in table.damaged():
+            raise CorruptRecord(fault)
 
 
 def _brings_data(asked: Asked) -> bool:

@@ -65,6 +65,8 @@ class Steps:
             raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; only one may train")
         if message.session not in sessions:
             state.draining = False  # that was for the run that ended
+            tx.undo.append(self._groups.prompts.pace.undo())
+            self._groups.prompts.pace.begun()
             self._abandon(tx, message)
             self._resume(tx, message)
         return IncarnationReply(state.incarnation, state.resumed_at)

@@ -126,7 +126,7 @@ class ShardDraws(Draws):
             open_due=dict(Counter(self._left(self._open(tx) if self._waits else (), request.version))),
             waits=self._waits,
             waiting_for=self._owed(tx),
-            ledger=self._groups.checked_counts(tx),
+            ledger=self._groups.checked_counts(tx, recounts=False),
             fidelity=tx.state.length_fidelity,
         )
 

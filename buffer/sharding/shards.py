@@ -1,11 +1,12 @@
 """Shard: what a `ShardedClient` knows of one shard, and what the shard has not answered yet. Shards: all of them.
 
-All of it lives in one event loop, so nothing is locked against threads.
+All of it lives in one event loop, so nothing but `Shard.push` is locked against threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ class Shard:
         self._waiting: deque[tuple[Trajectory, Future[p.RowResult]]] = deque()
         """Trajectories that the shard has no credit for yet, so that their sender need not wait. There are at most as
         many as were leased from the shard."""
+        self._pushing = threading.Lock()
         self.is_connected = False
         self.status: p.Status | None = None
         """As it was last known."""
@@ -111,24 +113,28 @@ class Shard:
 
     def push(self, trajectory: Trajectory, loop: asyncio.AbstractEventLoop) -> Future[p.RowResult]:
         """Push now or, from the thread of this loop, once there is credit. For any thread; never blocks."""
-        if not self._waiting and self.client.has_room(trajectory):
-            return self.client.push(trajectory)
-        future: Future[p.RowResult] = Future()
-        self._waiting.append((trajectory, future))
-        if len(self._waiting) == 1:
-            asyncio.run_coroutine_threadsafe(self._push_waiting(), loop)
+        with self._pushing:  # else another thread takes the room, or both wait and neither starts to push
+            if not self._waiting and self.client.has_room(trajectory):
+                return self.client.push(trajectory)
+            future: Future[p.RowResult] = Future()
+            self._waiting.append((trajectory, future))
+            if len(self._waiting) == 1:
+                asyncio.run_coroutine_threadsafe(self._push_waiting(), loop)
         return future
 
     async def _push_waiting(self) -> None:
         try:
             while self._waiting:
-                trajectory, future = self._waiting[0]
-                if not self.client.has_room(trajectory):
-                    await asyncio.sleep(_CREDIT_POLL_S)
-                    continue
-                self.client.push(trajectory).add_done_callback(partial(_pass_on, future))
+                trajectory, future = self._waiting[0]  # as long as it is there, no other thread pushes
+                try:
+                    if not self.client.has_room(trajectory):
+                        await asyncio.sleep(_CREDIT_POLL_S)
+                        continue
+                    self.client.push(trajectory).add_done_callback(partial(_pass_on, future))
+                except Exception as error:  # whatever a caller has put into a trajectory
+                    settle(future, error)
                 self._waiting.popleft()
-        except (asyncio.CancelledError, BufferUnavailable):
+        except asyncio.CancelledError:
             while self._waiting:
                 closed = BufferUnavailable(f"the client of {self.client.address} was closed")
                 settle(self._waiting.popleft()[1], closed)

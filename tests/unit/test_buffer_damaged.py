@@ -11,6 +11,7 @@ from buffer.length_model import Visit
 from buffer.rows import records_in
 from buffer.service import BufferService
 from buffer.store import Store
+from buffer.transaction import _pack
 from tests.world.buffer import Actor, generate, key_of_block, train
 
 
@@ -20,7 +21,7 @@ def flip(buffer, table, key, at=20):
     def change(tx):
         where, place = getattr(tx, table), key_of_block(tx, key) if table == "records" else key
         parts = place if isinstance(place, tuple) else (place,)
-        packed = b"".join(part.to_bytes(8, "big") for part in parts)
+        packed = _pack(parts)
         kept = where.require(*parts)
         stored = bytearray(where._txn.get(packed, db=where._db))
         stored[at] ^= 1
@@ -74,13 +75,17 @@ def test_a_trained_step_that_is_damaged_since_is_redone_with_other_groups(make):
     put_back(buffer, kept)
 
 
-@pytest.mark.parametrize("table", ["groups", "window"])
-def test_a_store_with_a_damaged_group_or_waiting_prompt_is_refused_by_the_service(make, table):
-    buffer = make(BufferConfig(prompt_law="posterior"), groups_per_step=1)
+@pytest.mark.parametrize("table", ["groups", "window", "returned_prompts", "draws", "actors"])
+def test_a_store_with_a_damaged_row_that_requests_need_is_refused_by_the_service(make, table):
+    buffer = make(BufferConfig(prompt_law="posterior"), groups_per_step=1, num_prompts=40)
     actor = Actor(buffer)
     buffer.begin()
     generate(buffer, actor, 1)
-    ((key,), *_) = buffer.store.read(lambda tx: list(getattr(tx, table).all_keys()))
+    assert buffer.draw(1, 0)[0].ready
+    actor.work(actor.lease(1)[0], reward=None)  # whose prompt comes back
+    key = actor.name
+    if table != "actors":
+        ((key,), *_) = buffer.store.read(lambda tx: list(getattr(tx, table).all_keys()))
     kept = flip(buffer, table, key, at=10)
     buffer.store.close()
     with pytest.raises(StoreError, match=f"{buffer.folder} cannot be served: .*'{table}'.* checksum.* Restore it"):

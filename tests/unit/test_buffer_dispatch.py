@@ -90,6 +90,20 @@ def test_a_step_whose_end_was_not_committed_is_no_step_of_its_own(make):
     assert buffer.core.groups.prompts.pace.step_s == 10.0
 
 
+def test_the_time_without_a_learner_is_no_part_of_a_step(make):
+    buffer = make()
+    buffer.begin()
+    generate(buffer, Actor(buffer), 8)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            buffer.now_s = 600.0
+            buffer.begin(2, 2, session="restarted")
+        buffer.draw(step, step - 1, incarnation=step // 3)
+        buffer.now_s += 10.0
+        buffer.finish(step, step, incarnation=step // 3)
+    assert buffer.core.groups.prompts.pace.step_s == 10.0
+
+
 def test_what_nears_its_deadline_goes_on_on_a_faster_lane_and_only_there():
     policy, slow, fast = ByDeadline(), Speeds(SLOW, LANES, 2.0), Speeds(FAST, LANES, 2.0)
     assert policy.hands_on_at(slow) == HAND_ON_SHARE * 100  # which it makes in time
@@ -140,8 +154,8 @@ NUM_PROMPTS, G = 96, 16
 class Fleet:
     """Actors of two lanes, in a buffer whose steps take 5 s."""
 
-    def __init__(self, make, policy):
-        config = BufferConfig(dispatch=policy)
+    def __init__(self, make, policy, **changes):
+        config = BufferConfig(dispatch=policy, **changes)
         self.buffer = make(config, num_prompts=NUM_PROMPTS, max_lag=60, groups_per_step=G, max_tokens=4096)
         self.actor, self.requests = Actor(self.buffer), 1000
         self.buffer.begin()
@@ -261,6 +275,26 @@ def test_a_group_that_outgrew_its_lane_is_not_leased_to_it_again_and_who_is_told
     slow, fast = fleet.granted(SLOW), fleet.granted(FAST)
     assert 0.9 < slow.hand_on_at / (HAND_ON_SHARE * 60 * 0.02 / SLOW) < 1.1
     assert fast.hand_on_at == 0
+
+
+@pytest.mark.parametrize("timeout_s", [60.0, 300.0])
+def test_a_lane_that_renews_is_not_gone_and_one_that_is_gone_counts_nowhere(make, timeout_s):
+    fleet = Fleet(make, "by_deadline", lease_timeout_s=timeout_s)
+    prompts, buffer = fleet.buffer.core.groups.prompts, fleet.buffer
+    fleet.step(1)
+    prompts.pace.step_s, prompts.pace.train_s = 0.02, 0.0
+    fast, num_seen = Actor(buffer, "fast"), prompts.lengths.num_seen
+    asked = p.LeaseRequest(fast.name, 1, 1, 1, "fast", FAST)
+    [lease] = buffer.ask(asked, p.LeaseGrant).leases
+    for _ in range(3):  # all of its slots are busy
+        buffer.now_s += 0.6 * timeout_s
+        assert buffer.ask(p.Renew(fast.name, 1, [lease.lease_id]), p.RenewReply).lost == []
+    for hands_on in (True, False):
+        buffer.now_s += 0.6 * timeout_s
+        granted = fleet.granted(SLOW)
+        assert (granted.hand_on_at > 0) == hands_on
+        assert fleet.actor.work(granted.leases[0]) == ["committed"] * 2
+        assert prompts.lengths.num_seen == num_seen + 1, "with one lane nothing is learned"
 
 
 def test_a_prompt_that_was_dropped_is_not_given_back_to_a_lane_that_would_be_late_again(make):

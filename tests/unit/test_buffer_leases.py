@@ -156,6 +156,19 @@ def test_deadlines_start_anew_when_the_service_restarts(make):
     assert buffer.status().ledger["failed"] == 2
 
 
+def test_a_lease_that_is_closed_wakes_nobody_at_its_deadline(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    first, second = actor.lease(2)
+    buffer.now_s = 10.0
+    actor.work(first)
+    buffer.ask(p.Renew(actor.name, 1, [second.lease_id]), p.RenewReply)
+    assert buffer.core.leases.due_in_s() == 60.0
+    actor.work(second)
+    assert buffer.core.leases.due_in_s() is None
+
+
 def test_after_max_attempts_the_missing_samples_are_given_up(make):
     buffer = make(BufferConfig(max_attempts=2), group_size=3)
     actor = Actor(buffer)

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -294,6 +296,66 @@ def test_pushes_without_credit_fail_when_the_client_is_closed(connect, learner):
         waiting.result(60)
     with pytest.raises(BufferUnavailable, match="closed"):
         actor.push(make_trajectory(lease, 0, seq=0))
+
+
+class Limited:
+    """A client with credit for one row more, which two threads meet in."""
+
+    shard, address = 0, "tcp://h:1"
+
+    def __init__(self):
+        self.room, self._both = 1, threading.Barrier(2)
+
+    def meet(self):
+        with suppress(threading.BrokenBarrierError):
+            self._both.wait(0.3)
+
+    def has_room(self, trajectory):
+        room = self.room
+        self.meet()
+        return room > 0
+
+    def push(self, trajectory):
+        assert self.room > 0, "it would block"
+        if trajectory == "broken":
+            raise AttributeError("it has no tokens")
+        self.room -= 1
+        pushed = Future()
+        pushed.set_result(trajectory)
+        return pushed
+
+
+class Meeting(deque):
+    """In which two threads append at once."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self._meet = meet
+
+    def append(self, item):
+        super().append(item)
+        self._meet()
+
+
+@pytest.mark.parametrize("room", [1, 0])
+async def test_threads_that_push_at_once_share_the_credit_and_what_waits_is_pushed(room):
+    shard, loop = Shard(Limited(), patience_s=1.0), asyncio.get_running_loop()
+    shard.client.room, shard._waiting = room, Meeting(shard.client.meet)
+    pushed = await asyncio.gather(*(asyncio.to_thread(shard.push, row, loop) for row in "ab"))
+    assert sum(future.done() for future in pushed) == room
+    shard.client.room = 2
+    done = await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, pushed)), 10)
+    assert sorted(done) == ["a", "b"]
+
+
+async def test_a_row_that_cannot_be_pushed_fails_alone():
+    shard, loop = Shard(Limited(), patience_s=1.0), asyncio.get_running_loop()
+    shard.client.room = 0
+    broken, sound = (shard.push(row, loop) for row in ("broken", "sound"))
+    shard.client.room = 1
+    assert await asyncio.wait_for(asyncio.wrap_future(sound), 10) == "sound"
+    with pytest.raises(AttributeError, match="no tokens"):
+        broken.result(0)
 
 
 async def test_what_a_shard_is_told_waits_until_it_has_answered_what_it_was_told_before():

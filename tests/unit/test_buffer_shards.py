@@ -5,6 +5,7 @@ import pytest
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
+from buffer.draws import MAX_NAMED
 from buffer.errors import BufferRefused, StoreError
 from buffer.sharding.core import ShardCore
 from buffer.sharding.division import (
@@ -17,6 +18,7 @@ from buffer.sharding.division import (
     shard_of,
 )
 from buffer.store import Store
+from buffer.transaction import Table
 from common.staleness import PolicyVersion, StalenessConfig, StalenessContract
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
@@ -360,8 +362,18 @@ def test_an_offer_counts_what_can_be_used_and_says_when_it_is_due(shards):
     assert offer.num_eligible == offer.capacity == shard.status().num_ready_groups
     assert offer.due == {4: offer.num_eligible}
     assert not offer.waits
-    assert offer.ledger["gap"] == 0
+    assert offer.ledger == shard.status().ledger
     assert shard.ask(p.PlanRequest(6, 5, 0), p.PlanReply).num_eligible == 0, "at version 5 they are too old"
+
+
+def test_an_offer_reads_no_group_but_those_whose_owners_it_names(make, monkeypatch):
+    shard, read, require = make(num_prompts=100, max_lag=8), [], Table.require
+    shard.begin()
+    assert len(Actor(shard).lease()) > 2 * MAX_NAMED
+    monkeypatch.setattr(Table, "require", lambda table, *key: read.append(key) or require(table, *key))
+    offer = shard.ask(p.PlanRequest(1, 0, 0), p.PlanReply)
+    assert len(read) == MAX_NAMED, "it is asked many times a second, until the step can be divided"
+    assert offer.ledger == shard.status().ledger
 
 
 def test_samples_of_versions_that_a_shard_missed_are_welcome(shards):
