@@ -235,16 +235,20 @@ def lacking_here(config: Config) -> str:
 def _without_gpu(config: Config, num_gpus: int) -> str:
     """Why so many GPUs have no place for all workers, of which a part is of one GPU; '' where they have."""
     pools = [pool for pool in (*stage_pools(config), *actor_pools(config)) if pool.bundle.get("GPU")]
-    parts = [pool.bundle["GPU"] for pool in pools for _ in range(pool.count)]
-    whole = num_gpus - int(sum(part for part in parts if part >= 1))
-    shares = sorted((max(1, round(part * _UNITS)) for part in parts if part < 1), reverse=True)
-    if _fit(tuple(shares), (_UNITS,) * whole):
+    if gpus_hold([pool.bundle["GPU"] for pool in pools for _ in range(pool.count)], num_gpus):
         return ""
     each = "; ".join(pool.describe() for pool in pools)
     return (
         f"not all parts of a GPU that the workers ask for ({each}) have a place on this machine's {num_gpus}, however "
         "they are put together: lower gpus, or the number of workers"
     )
+
+
+def gpus_hold(gpus: Sequence[float], num_gpus: int) -> bool:
+    """Do so many GPUs hold workers that reserve these, a part always of one GPU?"""
+    whole = num_gpus - int(sum(each for each in gpus if each >= 1))
+    parts = sorted((max(1, round(each * _UNITS)) for each in gpus if 0 < each < 1), reverse=True)
+    return sum(parts) <= whole * _UNITS and _fit(tuple(parts), (_UNITS,) * whole)
 
 
 @cache

@@ -94,19 +94,19 @@ def _walk(
     models: list[type[BaseModel]] = [root]
     keys: list[str] = []
     candidates: list[type[BaseModel]] = []
-    at_leaf = False
+    at_leaf = in_table = False
     for part in location:
-        if part.isdigit():  # an entry of a list
+        if in_table or part.isdigit():  # the name of an entry of a table, or an entry of a list
             keys.append(part)
+            in_table = False
         elif tagged := [candidate for candidate in candidates if _tag(candidate) == part]:
             models.append(tagged[0])
             candidates = []
-        elif candidates:  # the name of an entry of a table
-            keys.append(part)
         elif not at_leaf:  # else the branch of a union of plain values
             info = models[-1].model_fields.get(part)
             keys.append(part)
             candidates = models_of(info.annotation) if info is not None else []
+            in_table = info is not None and get_origin(info.annotation) is dict
             at_leaf = info is not None and not candidates
             if len(candidates) == 1:
                 models.append(candidates.pop())

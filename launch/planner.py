@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import psutil
 
 from common.hf_folder import read_object
@@ -18,10 +19,10 @@ from common.process import threads_of
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
-from launch.gpus import Gpu, check_gpus, gpus_here, shared, stage_need, too_full, too_small
+from launch.gpus import Gpu, check_gpus, gpus_here, gpus_hold, shared, stage_need, too_full, too_small
 from launch.plans import Candidate, Host, Key, Keys, MachineNeeds, as_overrides, engines_like, world_of
-from launch.pools import actor_pools, scorer_pools, stage_pools
-from launch.profiling import shape_of
+from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
+from launch.profiling import check_generates, shape_of
 from planning.bounds import bounds_of
 from planning.learner import LearnerShape
 from planning.prediction import MANY_SAMPLES, Prediction, predict
@@ -43,8 +44,6 @@ FOR_A_CHANGE = 1e-6
 """Of its rate, that a plan must gain for each key that it changes."""
 MOST_RANKS = 64
 """Of a learner."""
-LEARNER = "learner"
-"""Stands for all pools of stages."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 TOTAL = "actors.num_actors"
 """Which a config with pools need not say; where it does, it is the sum of their counts."""
@@ -68,6 +67,7 @@ class Planner:
         self._actors = {pool.name: pool for pool in actor_pools(self.config)}
         self._stages, self._scorers = stage_pools(self.config), scorer_pools(self.config)
         self._gpus_of_stage = max(pool.bundle.get("GPU", 0.0) for pool in self._stages)
+        check_generates(self.config)
         _check(self.config)
         self._says_total = "num_actors" in self.config.actors.model_fields_set and not self._actors.keys().isdisjoint(
             self.config.pools
@@ -81,8 +81,9 @@ class Planner:
         if unknown := [name for name in prices if name not in names]:
             raise ConfigError(f"--price {unknown[0]}: there is no such pool; the pools are {', '.join(names)}")
         self._as_it_is = world_of(self.config, profile, prices)
-        counts = {name: pool.count for name, pool in self._actors.items()}
-        taken = max(self._shares(counts, self._num_ranks(shape_of(self.config))))
+        counts = [(pool.name, pool.count) for pool in self._actors.values()]
+        num_ranks = sum(pool.count for pool in self._stages)
+        taken = self._share(counts, num_ranks) if self._have_places(counts, num_ranks) else 1.0
         self._slack = max(1.0, taken) if taken < math.inf else 1.0
         """Processes on CPUs may share cores as much as those of the config do, for so the profile was taken."""
 
@@ -145,7 +146,9 @@ class Planner:
             ConfigError: none fits.
         """
         say("weighing plans", None)
-        found = search(self.space, self.score, NUM_SIMULATED)
+        found = [plan for plan, _ in search(self.space, self.score, NUM_SIMULATED)]
+        own = tuple(0 if key == "learner" else each.index(self.own[key]) for key, each in self.space.dimensions.items())
+        found += [own] if own not in found and self.score(own) > -math.inf else []  # so that no plan is worse
         if not found:
             lacks = "" if self._room is None else f" with {self._room / 2**30:.1f} GiB of memory"
             raise ConfigError(
@@ -153,10 +156,10 @@ class Planner:
                 f"{', beside the scorers,' if self._scorers else ''} have a place on "
                 f"{', '.join(host.name for host in self._hosts)}{lacks}. Give it more hosts, or smaller workers"
             )
-        plans = [self.keys_of(plan) for plan, _ in found]
-        candidates = self._in_order(self._simulated(plans, FEW_SAMPLES, say))
-        first = candidates[:NUM_CLOSER]
-        return self._in_order(self._simulated([each.keys for each in first], MANY_SAMPLES, say))
+        plans = [self.keys_of(plan) for plan in found]
+        candidates = [each.keys for each in self._in_order(self._simulated(plans, FEW_SAMPLES, say))]
+        closer = [keys for place, keys in enumerate(candidates) if place < NUM_CLOSER or keys == self.keys_of(own)]
+        return self._in_order(self._simulated(closer, MANY_SAMPLES, say))
 
     def _simulated(
         self, plans: Sequence[Keys], samples: int, say: Callable[[str, float | None], None]
@@ -182,7 +185,7 @@ class Planner:
         counts = {name: int(choices[self._key(name, "count")]) for name in self._actors}  # type: ignore[call-overload]
         if self._says_total and TOTAL in self._fixed and sum(counts.values()) != self.config.actors.num_actors:
             return -math.inf
-        if max(self._shares(counts, self._num_ranks(shape))) > self._slack + 1e-9 or self._lacks_memory(counts, shape):
+        if not self._has_room(tuple(counts.items()), self._num_ranks(shape)) or self._lacks_memory(counts, shape):
             return -math.inf
         if self._crowds_a_gpu(tuple(counts.values())):
             return -math.inf
@@ -235,11 +238,13 @@ class Planner:
 
     @cached_property
     def _typical(self) -> list[int]:
-        """Tokens of the samples of a step whose lengths are spread as the law says."""
-        num = self.config.learner.groups_per_step * self._group_size
-        law = replace(self._profile.samples.lengths, explained=0.0)
-        scores = [NormalDist().inv_cdf((place + 0.5) / num) for place in range(num)]
-        return [self._as_it_is.prompt_tokens + int(length) for length in law.lengths(0.0, scores)]
+        """Tokens of the samples of a step, whose lengths are spread, and alike within a group, as the law says."""
+        shape, random = (self.config.learner.groups_per_step, self._group_size), np.random.default_rng(0)
+        law = self._profile.samples.lengths
+        drawn = law.lengths(random.standard_normal((shape[0], 1)), random.standard_normal(shape))
+        scores = [NormalDist().inv_cdf((place + 0.5) / drawn.size) for place in range(drawn.size)]
+        lengths = law.at(np.array(scores))[drawn.reshape(-1).argsort().argsort()]
+        return [self._as_it_is.prompt_tokens + int(length) for length in lengths]
 
     @property
     def _group_size(self) -> int:
@@ -260,7 +265,7 @@ class Planner:
     def _most_actors(self, name: str) -> int:
         """So many as have a place when there is nothing else."""
         count = 1
-        while count < MOST_ACTORS and max(self._shares({name: count + 1}, 0)) <= self._slack:
+        while count < MOST_ACTORS and self._has_room(((name, count + 1),), 0):
             count += 1
         return max(count, self._actors[name].count)
 
@@ -268,7 +273,7 @@ class Planner:
         """Shapes of the learner that the config allows, its own first."""
         own = shape_of(self.config)
         budgets = sorted({own.token_budget // 2, own.token_budget, 2 * own.token_budget, 4 * own.token_budget})
-        ranks = [n for n in range(1, MOST_RANKS + 1) if max(self._shares({}, n)) <= self._slack + 1e-9]
+        ranks = [n for n in range(1, MOST_RANKS + 1) if self._has_room((), n)]
         found: dict[LearnerShape, None] = {own: None}
         for num_ranks, schedule, budget in product(ranks, SCHEDULES, budgets):
             for stages in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
@@ -312,9 +317,9 @@ class Planner:
 
     @cached_property
     def _num_layers(self) -> int:
-        path = self.config.model.path
-        layers = read_object(Path(path) / "config.json").get("num_hidden_layers") if path is not None else None
-        return layers if isinstance(layers, int) else MOST_RANKS
+        path, own = self.config.model.path, shape_of(self.config)
+        layers = read_object(Path(path) / "config.json").get("num_hidden_layers") if path and Path(path).is_dir() else 0
+        return layers if layers and isinstance(layers, int) else own.num_stages * own.num_chunks
 
     def _with(self, keys: Keys) -> Config:
         """The config with these keys.
@@ -332,43 +337,71 @@ class Planner:
     def _num_ranks(shape: LearnerShape) -> int:
         return shape.num_stages * shape.num_replicas
 
-    def _shares(self, counts: Mapping[str, int], num_ranks: int) -> list[float]:
-        """How much of the cores that they may use these workers on CPUs take; above 1 they share them.
+    @lru_cache(maxsize=4096)  # noqa: B019 -- as above
+    def _has_room(self, counts: tuple[tuple[str, int], ...], num_ranks: int) -> bool:
+        """Do these workers share cores no more than they may, and has each a place?"""
+        return self._share(counts, num_ranks) <= self._slack + 1e-9 and self._have_places(counts, num_ranks)
+
+    def _share(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> float:
+        """How much of the cores that they may use these workers on CPUs take at most; above 1 they share them.
 
         Scorers have their part of it. Pools that may use some of the same hosts are counted together on all of theirs.
-        Infinite where workers reserve more CPUs or GPUs than there are, which cannot be shared.
         """
-        workers = [(pool.name, pool.count, pool.bundle) for pool in self._scorers]
-        most = {kind: max(pool.bundle.get(kind, 0.0) for pool in self._stages) for kind in ("CPU", "GPU")}
-        workers.append((LEARNER, num_ranks, most))
-        workers += [(name, count, self._actors[name].bundle) for name, count in counts.items()]
-        # a scorer that finds no place is given up, and `train` lets a run begin without it
-        spared = {pool.name for pool in self._scorers if any(host.is_here for host in self._hosts)}
-        shares = []
-        for cores, gpus, names in self._sites:
-            there = [each for each in workers if each[0] in names]
-            on_cpus = [(count, bundle.get("CPU", 0.0)) for _, count, bundle in there if not bundle.get("GPU")]
-            on_cpu = sum(count * threads_of(cpus) for count, cpus in on_cpus)
+        workers, shares = self._workers(counts, num_ranks), []
+        for cores, names in self._sites:
+            on_cpus = [(num, each.bundle) for each, num in workers if each.name in names and not each.bundle.get("GPU")]
+            on_cpu = sum(num * threads_of(bundle.get("CPU", 0.0)) for num, bundle in on_cpus)
             shares.append(0.0 if not on_cpu else on_cpu / cores if cores else math.inf)
-            cpus = sum(count * bundle.get("CPU", 0.0) for name, count, bundle in there if name not in spared)
-            on_gpu = sum(count * bundle.get("GPU", 0.0) for _, count, bundle in there)
-            shares.append(math.inf if cpus > cores + 1e-9 or on_gpu > gpus + 1e-9 else 0.0)
-        return shares
+        return max(shares)
+
+    def _have_places(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> bool:
+        """Is there a host for each of these workers that has all of what it reserves?
+
+        Who may use fewest hosts chooses first, then who is largest: of several hosts some places may be missed.
+        """
+        # a scorer that finds no place is given up, and `train` lets a run begin without it
+        spared = self._scorers if any(host.is_here for host in self._hosts) else []
+        workers = [(pool, pool.bundle.get("GPU", 0.0), num) for pool, num in self._workers(counts, num_ranks)]
+        workers.sort(key=lambda each: (len(self._may_use[each[0].name]), -each[1], -each[0].bundle.get("CPU", 0.0)))
+        held: dict[Host, tuple[float, tuple[float, ...]]] = dict.fromkeys(self._hosts, (0.0, ()))
+        for pool, gpus, left in workers:
+            cpus = 0.0 if pool in spared else pool.bundle.get("CPU", 0.0)
+            for host in self._may_use[pool.name]:
+                if not left:
+                    break
+                cpus_held, gpus_held = held[host]
+                rooms = (host.cpus - cpus_held, cpus), (host.gpus - sum(gpus_held), gpus)
+                most = min([left, *(int((room + 1e-9) / each) for room, each in rooms if each)])
+                num = next((n for n in range(most, 0, -1) if gpus_hold((*gpus_held, *[gpus] * n), int(host.gpus))), 0)
+                held[host], left = (cpus_held + num * cpus, (*gpus_held, *[gpus] * num)), left - num
+            if left:
+                return False
+        return True
+
+    def _workers(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> list[tuple[WorkerPool, int]]:
+        """All pools, with so many of actors and of stages."""
+        said = {name: section.count for name, section in self.config.pools.items() if section.count}
+        rest = max(0, num_ranks - sum(said.get(pool.name, 0) for pool in self._stages))
+        stages = [(pool, said.get(pool.name, rest)) for pool in self._stages]
+        actors = [(self._actors[name], count) for name, count in counts]
+        return [*((pool, pool.count) for pool in self._scorers), *stages, *actors]
 
     @cached_property
-    def _sites(self) -> list[tuple[float, float, set[str]]]:
-        """Cores and GPUs of the hosts of some pools, or of none, and all pools that have no others."""
-        others = [*self._actors.values(), *self._scorers]
-        may_use = {pool.name: {host for host in self._hosts if host.takes(pool)} for pool in others}
-        may_use[LEARNER] = {host for host in self._hosts if any(map(host.takes, self._stages))}
+    def _may_use(self) -> dict[str, list[Host]]:
+        """The hosts of each pool; first those that fewest pools may use."""
+        pools = [*self._actors.values(), *self._scorers, *self._stages]
+        hosts = sorted(self._hosts, key=lambda host: sum(map(host.takes, pools)))
+        return {pool.name: [host for host in hosts if host.takes(pool)] for pool in pools}
+
+    @cached_property
+    def _sites(self) -> list[tuple[float, set[str]]]:
+        """Cores of the hosts of some pools, or of none, and all pools that have no others."""
         unions: set[frozenset[Host]] = {frozenset()}
-        for mine in may_use.values():
-            unions |= {each | mine for each in unions}
-        sites = []
-        for hosts in unions:
-            names = {name for name, mine in may_use.items() if mine <= hosts}
-            sites.append((sum(host.cpus for host in hosts), sum(host.gpus for host in hosts), names))
-        return sites
+        for mine in self._may_use.values():
+            unions |= {each.union(mine) for each in unions}
+        cores = [sum(host.cores or host.cpus for host in hosts) for hosts in unions]
+        names = [{name for name, mine in self._may_use.items() if hosts.issuperset(mine)} for hosts in unions]
+        return list(zip(cores, names, strict=True))
 
     @cached_property
     def _room(self) -> int | None:

@@ -24,7 +24,7 @@ from launch.config import Config
 from launch.errors import ConfigError
 from launch.gpus import GIB, gpus_here
 from launch.pools import ActorPool, WorkerPool, actor_pools, scorer_pools, serving_dtypes, stage_pools
-from launch.profiling import shape_of
+from launch.profiling import settings_of, settings_of_engine, shape_of
 from launch.text import gib
 from planning.prediction import Prediction
 from planning.profile import EngineCosts, Profile
@@ -73,6 +73,8 @@ class Host(NamedTuple):
     gpus: float
     is_here: bool = False
     """Is it this machine? Ray starts itself here as a host of every pool."""
+    cores: float | None = None
+    """That processes may use, where they are fewer than Ray counts as CPUs."""
 
     def takes(self, pool: WorkerPool) -> bool:
         """May workers of the pool be on it?"""
@@ -92,7 +94,8 @@ class Candidate:
 
 def host_here() -> Host:
     """This machine."""
-    return Host("this machine", frozenset(), float(len(os.sched_getaffinity(0))), float(len(gpus_here())), is_here=True)
+    cpus, cores = float(os.cpu_count() or 1), float(len(os.sched_getaffinity(0)))
+    return Host("this machine", frozenset(), cpus, float(len(gpus_here())), is_here=True, cores=cores)
 
 
 def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
@@ -259,14 +262,14 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
     Raises:
         ConfigError: the profile has no engines like those of a pool, or is of another learner.
     """
-    learner = profile.learner
-    said = (config.algorithm.type, config.learner.precision)
-    if said != (learner.algorithm, learner.precision):
-        raise ConfigError(
-            f"the profile is of a learner with {learner.algorithm} in {learner.precision}, and the config has "
-            f"{said[0]} in {said[1]}: a step costs another time there. Take one with this config: `leeway profile "
-            "CONFIG.toml`"
-        )
+    learner, here = profile.learner, settings_of(config)
+    there = {"algorithm.type": learner.algorithm, "learner.precision": learner.precision, **profile.settings}
+    for key, value in there.items():
+        if here.get(key) != value:
+            raise ConfigError(
+                f"the profile was taken with {key} = {value!r}, and the config has {here.get(key)!r}: what it measured "
+                "costs another time there. Take one with this config: `leeway profile CONFIG.toml`"
+            )
     prices = prices or {}
     law, shape, group_size = learner.law, shape_of(config), config.actors.group_size
     prompt_tokens = round(profile.samples.prompt_tokens)
@@ -297,15 +300,15 @@ def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
     Raises:
         ConfigError: there are none.
     """
-    kind = pool.config.dtype, pool.config.tensor_parallel_size
-    named = profile.engines.get(pool.name)
+    here, named, why = settings_of_engine(pool.config), profile.engines.get(pool.name), ""
     for costs in (*([named] if named else []), *profile.engines.values()):
-        if (costs.dtype, costs.tensor_parallel_size) == kind:
+        there = {"dtype": costs.dtype, "tensor_parallel_size": costs.tensor_parallel_size, **costs.settings}
+        if not (differs := [key for key, value in there.items() if here.get(key) != value]):
             return costs
-    has = ", ".join(f"{name} ({each.dtype}, {each.tensor_parallel_size})" for name, each in profile.engines.items())
+        why = why or f"it has one in which {differs[0]} is {there[differs[0]]!r}, and not {here.get(differs[0])!r}"
     raise ConfigError(
-        f"the profile has no engines in {kind[0]} with tensor_parallel_size = {kind[1]}, as pool '{pool.name}' wants; "
-        f"it has those of {has}. Take one with this config: `leeway profile CONFIG.toml`"
+        f"the profile has no engine like those of pool '{pool.name}': {why}. Take one with this config: `leeway "
+        "profile CONFIG.toml`"
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from actors.config import ActorsConfig
 from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection, Selection, joined
 from common.costs import Moments
@@ -98,21 +99,23 @@ def profile_of(folders: Sequence[RunFolder]) -> Profile:
 def _profile_of(runs: Sequence[_Run]) -> Profile:
     first = runs[0]
     for run in runs[1:]:
-        if run.model != first.model:
-            raise ConfigError(f"{run.folder.root} is of another model than {first.folder.root}: profile each by itself")
+        for key, value in first.settings.items():
+            if (other := run.settings.get(key, value)) != value:
+                said = f"{run.folder.root} has {key} = {other!r}, {first.folder.root} {value!r}: profile each by itself"
+                raise ConfigError(said)
     law_of_steps = Moments(NUM_TERMS)
     for run in runs:
         run.add_steps(law_of_steps)
     fit = law_of_steps.fit()
     assert fit is not None, "each run has LEAST_STEPS"
-    config = first.config
+    config, settings = first.config, settings_of(first.config)
     learner = LearnerCosts(
         terms=tuple(fit.coefficients),  # type: ignore[arg-type]
         num_steps=fit.num_measured,
         relative_error=fit.relative_error,
         shape=shape_of(config),
-        algorithm=config.algorithm.type,
-        precision=config.learner.precision,
+        algorithm=settings.pop("algorithm.type"),
+        precision=settings.pop("learner.precision"),
         between_steps_s=_between_steps_s(runs),
         **_score_costs(runs),
     )
@@ -131,6 +134,7 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
             explained=min(1.0, fmean(explained)),
             settled_s=_settled_s(runs),
         ),
+        settings=settings,
     )
 
 
@@ -177,9 +181,29 @@ def _between_steps_s(runs: Sequence[_Run]) -> float:
 
 
 def model_of(config: Config) -> str | None:
-    """What the model of a config is known by; None where it is not here yet."""
-    path = Path(config.model.path or "")
-    return model_identity(path) if config.model.path is not None and path.is_dir() else None
+    """What the model of a config is known by, on the Hub its name there; None where it is not here yet."""
+    if config.model.path is None:
+        return "@".join(config.model.on_hub)
+    path = Path(config.model.path)
+    return model_identity(path) if path.is_dir() else None
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What of a config decides the costs of a profile, and is nothing that a plan chooses."""
+    needs, told = config.algorithm.needs, ("precision", "num_minibatches", "num_epochs", "activation_checkpointing")
+    return {
+        "algorithm.type": config.algorithm.type,
+        **{f"learner.{name}": getattr(config.learner, name) for name in told},
+        "actors.max_new_tokens": config.actors.max_new_tokens,
+        **{f"the algorithm's {name}": getattr(needs, name) for name in ("critic", "proximal", "reference")},
+    }
+
+
+def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
+    """The same, of a pool's engines."""
+    names = ["dtype", "tensor_parallel_size", "kv_cache_gib", "engine_args"]
+    names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # which leaves the cache
+    return {name: getattr(actors, name) for name in names}
 
 
 def machine_here() -> MachineFacts:
@@ -194,14 +218,16 @@ def machine_here() -> MachineFacts:
 
 def shape_of(config: Config) -> LearnerShape:
     """The shape of a config's learner."""
-    learner = config.learner
+    learner, needs = config.learner, config.algorithm.needs
     return LearnerShape(
         num_stages=learner.num_stages,
         num_replicas=learner.num_replicas,
         num_chunks=learner.num_chunks,
         schedule=learner.schedule,
         token_budget=learner.token_budget,
-        unit=config.algorithm.needs.separable or "sequence",
+        unit=needs.separable or "sequence",
+        num_minibatches=learner.num_minibatches,
+        saves_pass=needs.separable is not None and not (needs.proximal and learner.updates_per_step > 1),
     )
 
 
@@ -230,6 +256,7 @@ def _engines(runs: Sequence[_Run]) -> dict[str, EngineCosts]:
             kv_tokens=max((state.engines.kv_tokens for state in states), default=0),
             dtype=pool.config.dtype,
             tensor_parallel_size=pool.config.tensor_parallel_size,
+            settings=settings_of_engine(pool.config),
         )
     return found
 
@@ -255,6 +282,13 @@ class _Run:
                 "that: leeway profile --from RUN"
             )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its costs are of."""
+        told = [(pool.name, settings_of_engine(pool.config)) for pool in actor_pools(self.config)]
+        engines = {f"{key} of pool '{name}'": value for name, each in told for key, value in each.items()}
+        return {"model": self.model, **settings_of(self.config), **engines}
+
     def add_steps(self, law: Moments) -> None:
         """What each step cost, by what was in it."""
         shape = shape_of(self.config)
@@ -264,10 +298,9 @@ class _Run:
             repeated, repeated_squares = self.trained.repeated.get(int(row["step"]), (0.0, 0.0))
             if repeated:
                 squares -= min(1.0, shared / repeated) * repeated_squares
+            num, takes_two = int(row["batch/micro_batches"]) * shape.num_replicas, bool(row.get("time/forward"))
             law.add(
-                terms(
-                    row["batch/tokens"] - shared, squares, int(row["batch/micro_batches"]) * shape.num_replicas, shape
-                ),
+                terms(row["batch/tokens"] - shared, squares, num, shape, takes_two=takes_two),
                 row["time/step"] - (row.get("time/reference") or 0.0),
             )
 
@@ -333,11 +366,7 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
         KeyboardInterrupt: both have ended by then.
     """
     config = load_config(config_path, overrides)
-    if config.buffer.source is not None:
-        raise ConfigError(
-            f"buffer.source = '{config.buffer.source}' has no actors generate, and a profile is of what they cost too: "
-            "leave it out"
-        )
+    check_generates(config)
     with tempfile.TemporaryDirectory(prefix="leeway-profile-") as place:
         _check(load_config(config_path, [*overrides, *_as_it_is()]), Path(place) / "none")
         runs = []
@@ -350,6 +379,13 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
                 _run(config_path, [*arguments, *more], folder, log, partial(_say_of, say, number))
             runs.append(_Run(folder))
         return _profile_of(runs)
+
+
+def check_generates(config: Config) -> None:
+    """A `ConfigError` where a config has no samples made, for what that costs is a part of profiles and plans."""
+    if config.buffer.source is not None or not config.actors.num_actors:
+        what = f"buffer.source = '{config.buffer.source}'" if config.buffer.source else "actors.num_actors = 0"
+        raise ConfigError(f"{what} has no actors generate, and a profile is of what they cost too: leave it out")
 
 
 def _check(config: Config, root: Path) -> None:

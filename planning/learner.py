@@ -1,9 +1,10 @@
 """LearnerTime: how long a step takes, for any shape of the learner, from what its parts cost on one stage.
 
-    seconds = step + (M + b) * (micro_batch + work / (P * M))
+    seconds = step + sum over minibatches of  (M + b) * (micro_batch + work / (P * M))
 
 The dearest replica has so much work in M micro-batches, P stages share it, and b is the bubble of the schedule. The
 work of a batch is what `learner.packing` counts, shared prompts once, at the price of a token and of a squared token.
+Further epochs are in the coefficients, and so is a forward pass that an update takes however it is packed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from learner.packing import CostModel, FloatArray, IntArray, PackingRule, cost_o
 
 NUM_TERMS = 4
 MANY_SAMPLES = 4096
-"""Of a step with more samples than these every n-th group is packed, and the rest is taken to be like it."""
+"""Of a minibatch with more samples than these every n-th group is packed, and the rest is taken to be like it."""
+MOST_EVALUATED = 2**27
+"""As `learner.step` has it, which is with torch."""
+_TWO_PASSES = 4 / 3
+"""What an update costs that takes a forward pass more."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class LearnerShape:
     token_budget: int = 1024
     unit: str = "sequence"
     """What its loss compares."""
+    num_minibatches: int = 1
+    """Of a step; each is packed and runs through the pipeline by itself."""
+    saves_pass: bool = False
+    """Does an update take a forward pass less where every unit lies whole in a micro-batch? Not if the draw has one."""
 
     def rule(self, cost: CostModel) -> PackingRule:
         """How it packs."""
@@ -76,39 +85,51 @@ class LearnerTime:
     def seconds(self, lengths: Sequence[int], prompt_tokens: int, group_size: int, shape: LearnerShape) -> float:
         """Of a step on samples of so many tokens each, prompt and completion, those of a group beside each other."""
         length_B = np.asarray(lengths, np.int64)
+        part_B = np.arange(len(length_B)) // group_size % shape.num_minibatches
+        parts = [length_B[part_B == part] for part in range(part_B.max() + 1)]
+        return self.step + sum(self._minibatch_s(each, prompt_tokens, group_size, shape) for each in parts)
+
+    def _minibatch_s(self, length_B: IntArray, prompt_tokens: int, group_size: int, shape: LearnerShape) -> float:
         every = -(-len(length_B) // MANY_SAMPLES)
         if every > 1:
             some_B = length_B[np.arange(len(length_B)) // group_size % every == 0]
             alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit)  # so many are dealt evenly
-            cost_M = self._cost_of_micro_batches(some_B, prompt_tokens, group_size, alone)
+            cost_M, unit = self._micro_batches(some_B, prompt_tokens, group_size, alone)
             times = float(length_B.sum() / some_B.sum()) / shape.num_replicas
             least, _ = micro_batches_asked(shape.schedule, shape.num_stages)
             work, num_micro_batches = times * float(cost_M.sum()), max(times * len(cost_M), float(least))
         else:
-            cost_M = self._cost_of_micro_batches(length_B, prompt_tokens, group_size, shape)
+            cost_M, unit = self._micro_batches(length_B, prompt_tokens, group_size, shape)
             work = float(cost_M.reshape(shape.num_replicas, -1).sum(axis=1).max())
             num_micro_batches = len(cost_M) / shape.num_replicas
-        rounds = num_micro_batches + shape.idle
-        return self.step + rounds * (self.micro_batch + work / (shape.num_stages * num_micro_batches))
+        evaluated = num_micro_batches * (length_B - prompt_tokens).sum()
+        takes_two = shape.saves_pass and (unit != shape.unit or evaluated > MOST_EVALUATED)
+        rounds = (num_micro_batches + shape.idle) * (_TWO_PASSES if takes_two else 1.0)
+        return rounds * (self.micro_batch + work / (shape.num_stages * num_micro_batches))
 
-    def _cost_of_micro_batches(
+    def _micro_batches(
         self, length_B: IntArray, prompt_tokens: int, group_size: int, shape: LearnerShape
-    ) -> FloatArray:
+    ) -> tuple[FloatArray, str]:
+        """The cost of each, and what lies in one whole."""
         group_B = np.arange(len(length_B)) // group_size
         prompt_B, rule = np.full(len(length_B), prompt_tokens), shape.rule(CostModel(self.token, self.token_squared))
-        return cost_of_micro_batches(length_B, prompt_B, group_B, rule, group_B)[0]
+        return cost_of_micro_batches(length_B, prompt_B, group_B, rule, group_B)
 
 
-def terms(tokens: float, squares: float, num_micro_batches: int, shape: LearnerShape) -> tuple[float, ...]:
+def terms(
+    tokens: float, squares: float, num_micro_batches: int, shape: LearnerShape, *, takes_two: bool = False
+) -> tuple[float, ...]:
     """What each coefficient of `LearnerTime` is multiplied with, for a step that was measured.
 
     Args:
         tokens: that were computed, of all replicas.
         squares: sum of the squared lengths of its sequences, less those of prompts that were computed for another.
-        num_micro_batches: of all replicas.
+        num_micro_batches: of all replicas, if the step were one minibatch.
         shape: of the learner that took the step.
+        takes_two: did its updates take a forward pass by themselves?
     """
-    per_replica = num_micro_batches / shape.num_replicas
-    rounds = per_replica + shape.idle
-    share = rounds / (shape.num_stages * per_replica * shape.num_replicas)
+    num_parts = shape.num_minibatches
+    per_part = shape.rule(CostModel()).num_micro_batches(-(-num_micro_batches // num_parts)) / shape.num_replicas
+    rounds = num_parts * (per_part + shape.idle) * (_TWO_PASSES if takes_two and shape.saves_pass else 1.0)
+    share = rounds / (shape.num_stages * num_parts * per_part * shape.num_replicas)
     return 1.0, rounds, share * tokens, share * squares

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,7 @@ from planning.learner import LearnerShape, LearnerTime
 from planning.lengths import LengthLaw
 from planning.world import Costs, Scores
 
-FORMAT = 2
+FORMAT = 3
 LEASE_S = 0.025
 """An actor at a closed door asks again after at most twice as long; see `actors.loop`."""
 POLL_S = 0.05
@@ -56,6 +57,8 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     dtype: str
     tensor_parallel_size: int = 1
+    settings: dict[str, Any] = {}
+    """What of `[actors]` decides these costs, as it was."""
 
     @property
     def law(self) -> TokenTime:
@@ -140,12 +143,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the Unix epoch."""
     machine: MachineFacts
     model: str
-    """`common.hf_folder.model_identity`."""
+    """`common.hf_folder.model_identity`, or its name on the Hub."""
     engines: dict[str, EngineCosts]
     """Pool -> its engines."""
     learner: LearnerCosts
     weights: WeightCosts
     samples: SampleFacts
+    settings: dict[str, Any] = {}
+    """Keys of the config that decide what a step or a sample costs, as they were."""
 
     def costs(self) -> Costs:
         """Of what is neither a token nor a step."""

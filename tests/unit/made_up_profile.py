@@ -6,21 +6,23 @@ import msgspec
 
 from benchmarks.lib.lengths import lognormal
 from launch.config import load_config
-from launch.profiling import machine_here, model_of
+from launch.profiling import machine_here, model_of, settings_of, settings_of_engine
 from planning.learner import LearnerShape
 from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
-def profile(**changes: object) -> Profile:
+def profile(*overrides: str, **changes: object) -> Profile:
+    """As one that was taken of the demo with these overrides."""
+    config = load_config(DEMO, overrides)
     engine = EngineCosts(
         terms=(4e-3, 6e-5, 0.0, 1e-6), num_steps=1000, relative_error=0.05, most_running=128, kv_tokens=20_000,
-        dtype="float32",
+        dtype=config.actors.dtype, settings=settings_of_engine(config.actors),
     )  # fmt: skip
     learner = LearnerCosts(
         terms=(0.05, 0.01, 2e-5, 0.0), num_steps=40, relative_error=0.05, shape=LearnerShape(2, token_budget=1536),
-        algorithm="trajectory_balance", precision="float32", between_steps_s=0.03,
+        algorithm=config.algorithm.type, precision=config.learner.precision, between_steps_s=0.03,
     )  # fmt: skip
     samples = SampleFacts(prompt_tokens=6.0, quantiles=lognormal(4, 0.3, 8).quantiles, explained=0.3, settled_s=0.02)
     found = Profile(
@@ -31,5 +33,6 @@ def profile(**changes: object) -> Profile:
         learner=learner,
         weights=WeightCosts(behind_s=0.15, pause_s=0.02),
         samples=samples,
+        settings=settings_of(config),
     )
     return msgspec.structs.replace(found, **changes)

@@ -197,6 +197,16 @@ CASES = [
     Case("TRL: a tuple of them", demo("--trainer.max_steps", "8"), ("unknown key trainer",)),
     Case("an unknown key of a pool", demo("--pools.big.gpu", "1", "--pools.big.role", "actors"), ("pools.big.gpus?",)),
     Case(
+        "a pool with the name of a key",
+        demo("--pools.gpus.role", "actors", "--pools.gpus.count", "0"),
+        ("pools.gpus.count = 0: ",),
+    ),
+    Case(
+        "an unknown key of such a pool",
+        demo("--pools.count.role", "actors", "--pools.count.dtypo", "float32"),
+        ("unknown key pools.count.dtypo; did you mean pools.count.dtype?",),
+    ),
+    Case(
         "a key of another type of task",
         task(params="{min_terms = 2}"),
         ("unknown key task.params; task.type = 'file' has no such key, it is of type 'reasoning_gym'",),
@@ -299,7 +309,7 @@ CASES = [
     Case(
         "a variable that is no text",
         demo("--launch.env", "{NCCL_DEBUG = [1]}"),
-        ("launch.env = [1]: input should be a valid string",),
+        ("launch.env.NCCL_DEBUG = [1]: input should be a valid string",),
     ),
     Case("more CPUs than there are", demo("--actors.cpus", "4000"), ("cpus of the workers add up to 8001",)),
     Case("no such cluster", demo("--launch.ray_address", "127.0.0.1:9"), ("no Ray cluster answers",)),

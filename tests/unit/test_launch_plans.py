@@ -4,6 +4,7 @@ import contextlib
 import math
 import subprocess
 import tomllib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -11,6 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from benchmarks.lib.lengths import lognormal
 from common.costs import Moments
 from launch import planner as planning
 from launch import plans, profiling
@@ -25,6 +28,8 @@ from launch.profiling import _score_costs
 from launch.run_folder import RunFolder
 from learner.packing import CostModel, pack
 from planning.learner import LearnerTime
+from planning.lengths import PromptStream
+from planning.prediction import predict
 from planning.profile import Profile, ProfileError
 from tests.unit.made_up_profile import DEMO, profile
 
@@ -54,7 +59,7 @@ def say(what, share):
 
 
 def made(*overrides, hosts=BIG, prices=None, told=None):
-    return Planner(DEMO, overrides, told or profile(), hosts, prices or {})
+    return Planner(DEMO, overrides, told or profile(*overrides), hosts, prices or {})
 
 
 def test_a_plan_is_better_than_the_config_and_is_one_that_runs(tmp_path):
@@ -177,6 +182,31 @@ def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypat
     assert best == 2, "what a scorer reserves, which may be given up, is no reason to have fewer"
 
 
+def test_every_worker_has_all_that_it_reserves_on_one_host_and_parts_of_a_gpu_on_one_gpu(tmp_path):
+    told = ["--learner.num_stages", "1", "--learner.num_replicas", "1", "--weight_sync.max_lag", "0"]
+    here, small = Host("here", frozenset(), 64.0, 2.0, is_here=True), Host("h0", frozenset(), 4.0, 0.0)
+    hosts = [small._replace(name=f"h{number}") for number in range(4)]
+    for keys, there, most in (("--actors.gpus=0.6", [here], 2), ("--actors.cpus=3", hosts, 4)):
+        assert max(each["actors.num_actors"] for each in possible(made(keys, *told, hosts=there))) == most
+    config = tmp_path / "pools.toml"
+    text = DEMO.read_text().replace('path = "demo_model"', f'path = "{DEMO.parent / "demo_model"}"')
+    config.write_text(text.replace("num_actors = 2\n", "gpus = 0.5\ngpu_memory_share = 0.2\n"))
+    pools = [word for name, gpus in (("a", 0.5), ("b", 0.4), ("c", 0.3)) for word in pool(name, gpus=gpus)]
+    engines = profile("--actors.gpus=0.5", "--actors.gpu_memory_share=0.2")
+    planner = Planner(config, [*told, *pools], engines, [here], {})
+    for counts, fits in (((0, 2, 4), True), ((2, 1, 2), True), ((1, 3, 1), False), ((2, 2, 1), False)):
+        assert planner._has_room(tuple(zip("abc", counts, strict=True)), 1) == fits
+
+
+def test_what_is_reserved_is_counted_as_train_does_and_cores_are_shared_as_far_as_there_are_any(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert plans.host_here()[:5] == ("this machine", frozenset(), 8.0, plans.host_here().gpus, True)
+    told = ["--actors.cpus", "2.5", "--learner.num_stages", "1", "--weight_sync.max_lag", "0"]
+    found = possible(made(*told, hosts=[plans.host_here()]))
+    assert {each["actors.num_actors"] for each in found} == {1, 2}, "two engines of two threads and a stage, as it says"
+
+
 def test_gpus_are_not_shared_as_cores_are():
     host = Host("h", frozenset(), 2.0, 1.0)
     planner = made("--learner.gpus", "1", "--learner.num_stages", "1", "--actors.num_actors", "6", hosts=[host])
@@ -233,6 +263,45 @@ def test_scorers_have_their_place_and_their_price():
     assert free.score(own) == pytest.approx(3 * planner.score(own))
 
 
+def test_a_step_is_weighed_by_groups_as_the_law_makes_them():
+    samples = msgspec.structs.replace(profile().samples, quantiles=lognormal(40, 0.6, 200).quantiles, explained=0.4)
+    told = msgspec.structs.replace(profile().learner, terms=(0.0, 0.01, 1e-4, 0.0))
+    planner = made(told=profile(samples=samples, learner=told))
+    law, own, stream = told.law, profiling.shape_of(planner.config), PromptStream(samples.lengths, 4096, 8, 0)
+    for budget in (512, 1024):
+        shape = replace(own, token_budget=budget)
+        steps = [[6 + n for _ in range(32) for n in map(int, stream.lengths(stream.next()))] for _ in range(30)]
+        wanted_s = np.mean([law.seconds(each, 6, 8, shape) for each in steps])
+        assert planner._mean_step_s(shape) == pytest.approx(wanted_s, rel=0.1)
+
+
+def test_the_config_as_it_is_is_simulated_too_so_that_no_plan_is_worse(monkeypatch):
+    planner = made("--weight_sync.max_lag", "4", "--learner.num_stages", "1")
+    slow = min((plan for plan in planner.space.all() if planner.score(plan) > -math.inf), key=planner.score)
+    monkeypatch.setattr(planning, "search", lambda *_: [(slow, 1.0)])
+    monkeypatch.setattr(planning, "NUM_CLOSER", 1)
+
+    def deceptive(world, samples):  # a short simulation may take the worse for the better
+        found = predict(world, samples=samples)
+        return msgspec.structs.replace(found, samples_per_s=found.samples_per_s ** (-1 if samples == 500 else 1))
+
+    monkeypatch.setattr(planning, "predict", deceptive)
+    best = planner.find(say)
+    assert best[0].keys == {key: value for key, value in planner.own.items() if key not in planner._fixed}
+    assert best[0].prediction.samples_per_s > 1.2 * best[-1].prediction.samples_per_s
+
+
+def test_a_model_of_the_hub_is_known_by_its_name_and_not_split_further_than_the_config_does(tmp_path, capsys):
+    path, told = tmp_path / "hub.toml", tmp_path / "profile.json"
+    path.write_text(DEMO.read_text().replace('path = "demo_model"', 'hub = "o/small"'))
+    assert profiling.model_of(load_config(path)) == "o/small@main"
+    profile(model="o/large@main").write(told)
+    assert main(["plan", str(path), "--profile", str(told)]) == 2
+    assert "is of another model (o/large@main, and the config names o/small@main)" in capsys.readouterr().err
+    shapes = Planner(path, [], profile(), BIG, {}).space.dimensions["learner"]
+    assert {(each.num_stages, each.num_chunks) for each in shapes} == {(1, 1), (2, 1)}
+
+
 def refused(capsys, *arguments):
     assert main(["plan", str(DEMO), *map(str, arguments)]) == 2
     said = capsys.readouterr().err
@@ -257,10 +326,74 @@ def test_bad_input_is_a_sentence_each_and_exit_status_2(tmp_path, capsys):
     assert "is no plan: 'utf-8' codec" in capsys.readouterr().err
     other.write_text("{}")
     assert "is no profile" in refused(capsys, "--profile", other)
-    assert "of a learner with trajectory_balance in float32" in refused(
-        capsys, "--profile", path, "--learner.precision", "bfloat16"
-    )
-    assert "no engines in bfloat16" in refused(capsys, "--profile", path, "--actors.dtype", "bfloat16")
+    for key, there, here in (
+        ("learner.precision", "'float32'", "bfloat16"),
+        ("learner.num_epochs", "1", "2"),
+        ("learner.num_minibatches", "1", "4"),
+        ("learner.activation_checkpointing", "False", "true"),
+        ("actors.max_new_tokens", "8", "16"),
+    ):
+        said = refused(capsys, "--profile", path, f"--{key}", here)
+        assert f"taken with {key} = {there}, and the config has " in said
+    for key, there, here in (
+        ("dtype", "'float32'", "bfloat16"),
+        ("kv_cache_gib", "None", "1.5"),
+        ("engine_args", "{}", "{enforce_eager = true}"),
+    ):
+        said = refused(capsys, "--profile", path, f"--actors.{key}", here)
+        assert f"no engine like those of pool 'actors': it has one in which {key} is {there}, and not " in said
+    assert "buffer.source = '" in refused(capsys, "--profile", path, "--buffer.source", "a", "--actors.num_actors", "0")
+    assert "num_actors = 0 has no actors generate" in refused(capsys, "--profile", path, "--actors.num_actors", "0")
+
+
+def with_ppo(*overrides, **keys):
+    """The demo with PPO."""
+    return load_config(DEMO, overrides).model_copy(update={"algorithm": OffPolicyPPOConfig(**keys)})
+
+
+def test_a_profile_of_an_algorithm_without_its_critic_is_none_of_it_with_one():
+    learner = msgspec.structs.replace(profile().learner, algorithm="off_policy_ppo")
+    found = profile(learner=learner, settings=profiling.settings_of(with_ppo()))
+    world_of(with_ppo(), found)
+    with pytest.raises(ConfigError, match="taken with the algorithm's critic = None, and the config has 'head'"):
+        world_of(with_ppo(baseline="critic"), found)
+
+
+def run_of(tmp_path, name, *overrides):
+    """A folder of a run in which nothing was written that a profile reads but its config."""
+    config = load_config(DEMO, overrides)
+    moments = Moments(4)
+    for b in range(1, 101):
+        moments.add((1.0, b, 50.0 * b * (b % 3), b % 7), 0.01 + 1e-4 * b + 1e-6 * b * (b % 3) + 1e-5 * (b % 7))
+    engines = SimpleNamespace(moments=moments.as_list(), kv_tokens=1000, settled_s=0.1)
+    samples = {"prompt_tokens": 6.0, "completions": [3, 4], "prompts": [0, 1], "squares": {}, "repeated": {}}
+    run = profiling._Run.__new__(profiling._Run)
+    run.folder, run.config, run.model = RunFolder(tmp_path / name), config, "llama-1"
+    run.status = SimpleNamespace(pools=[SimpleNamespace(name="actors", engines=engines)])
+    run.trained = SimpleNamespace(**samples, finished_s={})
+    run.steps = [
+        {"step": n, "batch/tokens": 1000 + n, "batch/micro_batches": 2 + n % 3, "time/step": 1.0 + n / 100}
+        for n in range(20)
+    ]
+    run.weights_s = lambda: ([], [])
+    return run
+
+
+def test_a_profile_says_what_it_was_taken_with_and_is_of_no_runs_that_differ_in_it(tmp_path):
+    first = run_of(tmp_path, "a")
+    found = profiling._profile_of([first, run_of(tmp_path, "b", "--learner.token_budget", "3072")])
+    world_of(load_config(DEMO), msgspec.json.decode(msgspec.json.encode(found), type=Profile))
+    with pytest.raises(ConfigError, match=r"taken with learner\.num_epochs = 1, and the config has 2"):
+        world_of(load_config(DEMO, ["--learner.num_epochs", "2"]), found)
+    for key, here, there in (
+        ("algorithm.type", "'oapl'", "'trajectory_balance'"),
+        ("learner.precision", "'bfloat16'", "'float32'"),
+        ("actors.dtype", "'float16'", "'float32'"),
+    ):
+        told = ["--algorithm", "{type = 'oapl'}"] if key == "algorithm.type" else [f"--{key}", here]
+        words = "dtype of pool 'actors'" if key == "actors.dtype" else key
+        with pytest.raises(ConfigError, match=rf"/b has {words} = {here}, \S+/a {there}: profile each by itself"):
+            profiling._profile_of([first, run_of(tmp_path, "b", *told)])
 
 
 def test_a_plan_that_fits_no_memory_is_refused(monkeypatch):
@@ -390,6 +523,21 @@ def test_runs_that_are_profiled_have_weights_of_their_own_beside_those_of_the_co
     assert list((tmp_path / "w").iterdir()) == []
     profiling.take(DEMO, [], lambda text: None)
     assert used[2:] == [None, None]
+
+
+def test_a_forward_pass_is_saved_only_where_there_is_none_of_the_draw_anyway():
+    shaped, twice = {"kl_beta": 0.1, "kl_in": "reward"}, ["--learner.num_epochs", "2"]
+    saving = [load_config(DEMO), load_config(DEMO, twice), with_ppo(**shaped)]
+    others = [with_ppo(*twice, **shaped), with_ppo(baseline="critic")]
+    assert [profiling.shape_of(each).saves_pass for each in (*saving, *others)] == [True] * 3 + [False] * 2
+    assert profiling.shape_of(load_config(DEMO, ["--learner.num_minibatches", "4"])).num_minibatches == 4
+    rows = [{"step": 1, "batch/tokens": 100, "batch/micro_batches": 2, "time/step": 1.0, **more}
+            for more in ({}, {"time/forward": 0.2})]  # fmt: skip
+    found = []
+    trained = SimpleNamespace(squares={}, repeated={})
+    law = SimpleNamespace(add=lambda terms, seconds: found.append(terms))
+    profiling._Run.add_steps(SimpleNamespace(config=load_config(DEMO), steps=rows, trained=trained), law)
+    assert found[1][2] == pytest.approx(4 / 3 * found[0][2])
 
 
 @pytest.mark.parametrize("prompt_tokens", [20, 200, 1000])

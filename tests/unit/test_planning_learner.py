@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from common.costs import Moments
+from learner import step as learner_step
 from learner.packing import CostModel, pack
+from planning import learner as planning
 from planning.learner import LearnerShape, LearnerTime, bubble_in_micro_batches, terms
 
 
@@ -62,6 +64,38 @@ def test_the_work_of_a_step_is_that_of_the_micro_batches_that_the_learner_makes(
     rounds = per_replica.shape[1] + shape.idle
     wanted = 7.0 + rounds * (3.0 + per_replica.sum(axis=1).max() / (shape.num_stages * per_replica.shape[1]))
     assert LearnerTime(7.0, 3.0, 2.0, 0.01).seconds(lengths.tolist(), 20, 8, shape) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_every_minibatch_is_packed_and_waits_for_its_pipeline_by_itself(schedule):
+    law, lengths = LearnerTime(0.0, 0.004, 2e-5, 3e-9), np.random.default_rng(0).integers(100, 500, 64).tolist()
+    one = LearnerShape(4, 1, schedule=schedule, token_budget=1024)
+    four = LearnerShape(4, 1, schedule=schedule, token_budget=1024, num_minibatches=4)
+    parts = [[n for i, n in enumerate(lengths) if i // 4 % 4 == part] for part in range(4)]
+    taken_s = law.seconds(lengths, 1, 4, four)
+    assert taken_s == pytest.approx(sum(law.seconds(each, 1, 4, one) for each in parts))
+    assert taken_s > 1.15 * law.seconds(lengths, 1, 4, one), "four bubbles are more than one"
+    num = len(planning.cost_of_micro_batches(*map(np.array, (lengths, [1] * 64, range(64))), one.rule(CostModel()),
+                                             np.arange(64) // 4)[0])  # fmt: skip
+    row = terms(float(sum(lengths)), float(sum(n * n for n in lengths)), num, four)
+    assert np.dot(row, (law.step, law.micro_batch, law.token, law.token_squared)) == pytest.approx(taken_s, rel=0.05)
+
+
+def test_an_update_whose_groups_do_not_lie_whole_in_micro_batches_takes_a_forward_pass_more(monkeypatch):
+    law, lengths = LearnerTime(0.0, 0.004, 2e-5), [100] * 64
+    for budget, passes in ((2048, 1.0), (512, 4 / 3)):  # a group has 800 tokens
+        either = LearnerShape(2, token_budget=budget, unit="group")
+        saves = LearnerShape(2, token_budget=budget, unit="group", saves_pass=True)
+        assert law.seconds(lengths, 1, 8, saves) == pytest.approx(passes * law.seconds(lengths, 1, 8, either))
+    for shape, more in ((saves, 4 / 3), (either, 1.0)):  # what it measured so is no dearer token
+        row, plain = terms(6400.0, 0.0, 13, shape, takes_two=True), terms(6400.0, 0.0, 13, shape)
+        assert row[0] == 1.0
+        assert row[1:3] == pytest.approx([more * each for each in plain[1:3]])
+    assert planning.MOST_EVALUATED == learner_step.MOST_EVALUATED
+    monkeypatch.setattr(planning, "MOST_EVALUATED", 1000)
+    large = LearnerShape(2, token_budget=2048, unit="group", saves_pass=True)
+    again = LearnerShape(2, token_budget=2048, unit="group")
+    assert law.seconds(lengths, 1, 8, large) == pytest.approx(4 / 3 * law.seconds(lengths, 1, 8, again))
 
 
 def test_the_law_is_found_again_from_steps_of_one_shape_and_holds_for_another():
