@@ -121,7 +121,7 @@ LONE = f'[model.teachers]\nmath = "{STUDENT}"\ncode = "{STUDENT}"\n'
         ),
         ([(f'math = "{STUDENT}"', 'math = "nowhere"')], rows(), "model.teachers.math: model "),
         ([(f'math = "{STUDENT}"', 'math = "other"')], rows(), "model.teachers.math has a vocabulary of 48 tokens and"),
-        ([(f'math = "{STUDENT}"', "math = 3")], rows(), "model.teachers = 3: input should be a valid string"),
+        ([(f'math = "{STUDENT}"', "math = 3")], rows(), "model.teachers.math = 3: input should be a valid string"),
     ],
 )
 def test_what_could_not_be_taught_is_one_sentence_and_status_2(write, tmp_path, capsys, replaced, data, expected):
