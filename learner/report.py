@@ -204,14 +204,16 @@ class BadBatches:
         """Where the draw of a step is kept."""
         return self._folder / f"step-{step}.arrow"
 
-    def keep(self, step: int, body: bytes | memoryview) -> str:
+    def keep(self, step: int, body: bytes | memoryview | None) -> str:
         """Write the draw of a step down, as the Arrow IPC stream that the buffer sent; says where, or why it could not.
 
-        A full disk is no reason to end a run that leaves a step out, nor to hide why it ends.
+        A full disk is no reason to end a run that leaves a step out, nor to hide why it ends. Without the `body`, which
+        the coordinator has, it says where that has written it.
         """
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self.path(step).write_bytes(body)
+            if body is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self.path(step).write_bytes(body)
         except OSError as error:
             return f"the draw is not kept: {error}"
         return f"the draw is kept in {self.path(step)}"

@@ -293,7 +293,7 @@ class Stage:
         try:
             check_samples(batch, self._context.config.algorithm.needs, record_ids)
         except BadSample as error:
-            kept = self._bad_batches.keep(step, draw.body) if isinstance(draw, Draw) else "the coordinator has the draw"
+            kept = self._bad_batches.keep(step, draw.body if isinstance(draw, Draw) else None)
             dist.barrier()  # who raises first ends the others, and the draw must be on disk by then
             raise BadSample(f"step {step}: {error}; {kept}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
