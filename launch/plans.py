@@ -263,8 +263,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
         ConfigError: the profile has no engines like those of a pool, or is of another learner.
     """
     learner, here = profile.learner, settings_of(config)
-    there = {"algorithm.type": learner.algorithm, "learner.precision": learner.precision, **profile.settings}
-    for key, value in there.items():
+    for key, value in profile.settings.items():
         if here.get(key) != value:
             raise ConfigError(
                 f"the profile was taken with {key} = {value!r}, and the config has {here.get(key)!r}: what it measured "
@@ -302,7 +301,7 @@ def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
     """
     here, named, why = settings_of_engine(pool.config), profile.engines.get(pool.name), ""
     for costs in (*([named] if named else []), *profile.engines.values()):
-        there = {"dtype": costs.dtype, "tensor_parallel_size": costs.tensor_parallel_size, **costs.settings}
+        there = costs.settings
         if not (differs := [key for key, value in there.items() if here.get(key) != value]):
             return costs
         why = why or f"it has one in which {differs[0]} is {there[differs[0]]!r}, and not {here.get(differs[0])!r}"

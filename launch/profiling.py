@@ -108,14 +108,12 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
         run.add_steps(law_of_steps)
     fit = law_of_steps.fit()
     assert fit is not None, "each run has LEAST_STEPS"
-    config, settings = first.config, settings_of(first.config)
+    config = first.config
     learner = LearnerCosts(
         terms=tuple(fit.coefficients),  # type: ignore[arg-type]
         num_steps=fit.num_measured,
         relative_error=fit.relative_error,
         shape=shape_of(config),
-        algorithm=settings.pop("algorithm.type"),
-        precision=settings.pop("learner.precision"),
         between_steps_s=_between_steps_s(runs),
         **_score_costs(runs),
     )
@@ -134,7 +132,7 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
             explained=min(1.0, fmean(explained)),
             settled_s=_settled_s(runs),
         ),
-        settings=settings,
+        settings=settings_of(config),
     )
 
 
@@ -254,8 +252,6 @@ def _engines(runs: Sequence[_Run]) -> dict[str, EngineCosts]:
             relative_error=fit.relative_error,
             most_running=pool.config.max_running_samples,
             kv_tokens=max((state.engines.kv_tokens for state in states), default=0),
-            dtype=pool.config.dtype,
-            tensor_parallel_size=pool.config.tensor_parallel_size,
             settings=settings_of_engine(pool.config),
         )
     return found

@@ -33,7 +33,9 @@ if TYPE_CHECKING:  # with torch, which planning does without
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-_ONE_PASS = 3 / 4
+MOST_EVALUATED = 2**27
+"""Tokens times micro-batches up to which one pass is cheaper than two: a second or two of evaluating the loss."""
+ONE_PASS = 3 / 4
 """What an update costs in one pass, where a forward pass costs a third of a forward and backward one."""
 
 PAD_TOKEN = 0
@@ -315,7 +317,7 @@ class _Samples:
         if unit_B is not None and (self.rule.unit != "sequence" or shares):
             whole = self.whole(unit_B)
             whole_M = cost_M if whole is None else self.cost_of_bins(whole)
-            passes = 1.0 if self.rule.unit == "sequence" else _ONE_PASS
+            passes = 1.0 if self.rule.unit == "sequence" else ONE_PASS
             if whole is not None and passes * _duration(whole_M, self.rule) <= _duration(cost_M, self.rule):
                 return whole, whole_M, self.rule.unit
         return bins, cost_M, PackedBatch.unit

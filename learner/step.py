@@ -34,7 +34,7 @@ from learner.config import LearnerConfig
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks
 from learner.optimizer import UpdateDecision, UpdateResult
-from learner.packing import IntArray
+from learner.packing import MOST_EVALUATED, IntArray
 from learner.reference import Reference, Scores
 
 BetweenUpdates = Callable[[int], object]
@@ -47,9 +47,6 @@ loss does about it; a sequence is what a reward belongs to."""
 MAX_DROPS = 2
 """Steps in a row that may drop updates while the actors catch up. The next step takes its updates at a lower rate: a
 run whose data stay poor would stand still otherwise."""
-
-MOST_EVALUATED = 2**27
-"""Tokens times micro-batches up to which one pass is cheaper than two: a second or two of evaluating the loss."""
 
 
 @dataclass(frozen=True)

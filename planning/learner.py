@@ -14,15 +14,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learner.packing import CostModel, FloatArray, IntArray, PackingRule, cost_of_micro_batches, micro_batches_asked
+from learner.packing import (
+    MOST_EVALUATED,
+    ONE_PASS,
+    CostModel,
+    FloatArray,
+    IntArray,
+    PackingRule,
+    cost_of_micro_batches,
+    micro_batches_asked,
+)
 
 NUM_TERMS = 4
 MANY_SAMPLES = 4096
 """Of a minibatch with more samples than these every n-th group is packed, and the rest is taken to be like it."""
-MOST_EVALUATED = 2**27
-"""As `learner.step` has it, which is with torch."""
-_TWO_PASSES = 4 / 3
-"""What an update costs that takes a forward pass more."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class LearnerTime:
             num_micro_batches = len(cost_M) / shape.num_replicas
         evaluated = num_micro_batches * (length_B - prompt_tokens).sum()
         takes_two = shape.saves_pass and (unit != shape.unit or evaluated > MOST_EVALUATED)
-        rounds = (num_micro_batches + shape.idle) * (_TWO_PASSES if takes_two else 1.0)
+        rounds = (num_micro_batches + shape.idle) * (1 / ONE_PASS if takes_two else 1.0)
         return rounds * (self.micro_batch + work / (shape.num_stages * num_micro_batches))
 
     def _micro_batches(
@@ -130,6 +135,6 @@ def terms(
     """
     num_parts = shape.num_minibatches
     per_part = shape.rule(CostModel()).num_micro_batches(-(-num_micro_batches // num_parts)) / shape.num_replicas
-    rounds = num_parts * (per_part + shape.idle) * (_TWO_PASSES if takes_two and shape.saves_pass else 1.0)
+    rounds = num_parts * (per_part + shape.idle) * (1 / ONE_PASS if takes_two and shape.saves_pass else 1.0)
     share = rounds / (shape.num_stages * num_parts * per_part * shape.num_replicas)
     return 1.0, rounds, share * tokens, share * squares

@@ -55,9 +55,7 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
     most_running: int
     """Samples that it was measured with at most; beyond, the law is a guess."""
     kv_tokens: int
-    dtype: str
-    tensor_parallel_size: int = 1
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any]
     """What of `[actors]` decides these costs, as it was."""
 
     @property
@@ -75,8 +73,6 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
     shape: LearnerShape
     """That it was measured with."""
-    algorithm: str
-    precision: str
     between_steps_s: float
     """From the end of a step to the begin of the next where its batch was ready."""
     score_token_s: float = 0.0
@@ -149,7 +145,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerCosts
     weights: WeightCosts
     samples: SampleFacts
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any]
     """Keys of the config that decide what a step or a sample costs, as they were."""
 
     def costs(self) -> Costs:

@@ -28,7 +28,7 @@ from launch.model_folder import fetch_model
 from launch.planner import Planner
 from launch.plans import Host, Keys, as_overrides
 from launch.pools import actor_pools
-from launch.profiling import machine_here, shape_of
+from launch.profiling import machine_here, settings_of, settings_of_engine, shape_of
 from planning.lengths import LengthLaw
 from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 from planning.world import Costs
@@ -162,7 +162,7 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
             relative_error=0.0,
             most_running=64,
             kv_tokens=0,
-            dtype=pool.config.dtype,
+            settings=settings_of_engine(pool.config),
         )
         for pool in actor_pools(config)
         for law in [setting.pools[pool.name]]
@@ -177,8 +177,6 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
             num_steps=1,
             relative_error=0.0,
             shape=shape_of(config),
-            algorithm=config.algorithm.type,
-            precision=config.learner.precision,
             between_steps_s=costs.between_steps_s,
         ),
         weights=WeightCosts(behind_s=costs.publish_s + costs.fetch_s, pause_s=setting.pause_s),
@@ -188,6 +186,7 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
             explained=setting.lengths.explained,
             settled_s=costs.reward_s,
         ),
+        settings=settings_of(config),
     )
 
 

@@ -18,11 +18,11 @@ def profile(*overrides: str, **changes: object) -> Profile:
     config = load_config(DEMO, overrides)
     engine = EngineCosts(
         terms=(4e-3, 6e-5, 0.0, 1e-6), num_steps=1000, relative_error=0.05, most_running=128, kv_tokens=20_000,
-        dtype=config.actors.dtype, settings=settings_of_engine(config.actors),
+        settings=settings_of_engine(config.actors),
     )  # fmt: skip
     learner = LearnerCosts(
         terms=(0.05, 0.01, 2e-5, 0.0), num_steps=40, relative_error=0.05, shape=LearnerShape(2, token_budget=1536),
-        algorithm=config.algorithm.type, precision=config.learner.precision, between_steps_s=0.03,
+        between_steps_s=0.03,
     )  # fmt: skip
     samples = SampleFacts(prompt_tokens=6.0, quantiles=lognormal(4, 0.3, 8).quantiles, explained=0.3, settled_s=0.02)
     found = Profile(

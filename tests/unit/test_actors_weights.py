@@ -66,14 +66,21 @@ async def test_a_version_that_never_comes_is_an_error_that_names_it():
         await run_to_end(make_actor(buffer, weight_sync={"update_timeout_s": 0.05}))
 
 
-async def test_who_needs_no_newer_version_than_is_served_waits_for_none():
+async def in_the_middle_of_an_update():
+    """An engine that is being given version 0.1, its actor, and the update, which waits for `engine.may_apply`."""
     engine, store = FakeEngine(), FakeStore()
     actor = make_actor(FakeBuffer(0), engine, store)
     await actor.start()
     store.version = PolicyVersion(0, 1)
     engine.may_apply.clear()
     update = asyncio.create_task(actor._follower.update())
-    await engine.applying.wait()
+    async with asyncio.timeout(60):
+        await engine.applying.wait()
+    return engine, actor, update
+
+
+async def test_who_needs_no_newer_version_than_is_served_waits_for_none():
+    engine, actor, update = await in_the_middle_of_an_update()
     await asyncio.wait_for(actor._follower.catch_up(PolicyVersion(0, 0)), 60)
     assert not update.done()
     engine.may_apply.set()
@@ -192,14 +199,7 @@ async def test_an_older_version_never_replaces_a_newer_one():
 
 
 async def test_an_update_is_finished_even_when_the_loop_ends_in_its_middle():
-    engine, store = FakeEngine(), FakeStore()
-    actor = make_actor(FakeBuffer(0), engine, store)
-    await actor.start()
-    store.version = PolicyVersion(0, 1)
-    engine.may_apply.clear()
-    update = asyncio.create_task(actor._follower.update())
-    async with asyncio.timeout(60):
-        await engine.applying.wait()
+    engine, actor, update = await in_the_middle_of_an_update()
     update.cancel()
     await asyncio.wait({update}, timeout=0.05)
     assert not update.done(), "it was left in the middle"

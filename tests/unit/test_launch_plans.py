@@ -352,8 +352,7 @@ def with_ppo(*overrides, **keys):
 
 
 def test_a_profile_of_an_algorithm_without_its_critic_is_none_of_it_with_one():
-    learner = msgspec.structs.replace(profile().learner, algorithm="off_policy_ppo")
-    found = profile(learner=learner, settings=profiling.settings_of(with_ppo()))
+    found = profile(settings=profiling.settings_of(with_ppo()))
     world_of(with_ppo(), found)
     with pytest.raises(ConfigError, match="taken with the algorithm's critic = None, and the config has 'head'"):
         world_of(with_ppo(baseline="critic"), found)

@@ -135,13 +135,14 @@ class WatchedDoor(Simulation):
         before = self._found.num_dropped
         super()._begin_step()
         if self._found.num_dropped > before and not self._is_closed():
-            WatchedDoor.num_looks += 1
+            self.num_looks += 1
             assert not [each for each in self._engines if each.closed_since_s is not None and not each.is_asking]
 
 
 def test_the_room_of_dropped_groups_is_asked_for_though_no_step_begins():
-    WatchedDoor(world(engines=8, lengths=LONG_TAIL, step_s=0.3, max_lag=1, groups=16), seed=1).run(100)
-    assert WatchedDoor.num_looks > 10
+    watched = WatchedDoor(world(engines=8, lengths=LONG_TAIL, step_s=0.3, max_lag=1, groups=16), seed=1)
+    watched.run(100)
+    assert watched.num_looks > 10
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not():
