@@ -92,6 +92,7 @@ class WeightFollower:
         self._looking = asyncio.Lock()
         self._applying = asyncio.Lock()
         self._open = True
+        self._opened_at_s = clock()
         self._newest = engine.version
         self._changed = asyncio.Event()
         self._poll_now = asyncio.Event()
@@ -210,8 +211,7 @@ class WeightFollower:
                 try:
                     timing = await self._apply_whole(staged)
                 finally:
-                    self._open = True
-                    self._notify()
+                    self._open_again()
         except TimeoutError as error:
             raise PolicyTimeout(
                 f"{self._name}: policy {version} was not applied within weight_sync.update_timeout_s = "
@@ -261,13 +261,13 @@ class WeightFollower:
     async def catch_up(self, at_least: PolicyVersion) -> None:
         """Wait until the engine serves `at_least` or newer, whether or not `run` is running.
 
-        PolicyTimeout if that version did not arrive within `update_timeout_s`.
+        PolicyTimeout if that version did not arrive within `update_timeout_s`; evaluations do not count.
         """
-        give_up_at_s = self._clock() + self._config.update_timeout_s
+        since_s = self._clock()
         while self.version < at_least:
             await self.update()
             if self.version < at_least:
-                if self._clock() > give_up_at_s:
+                if self._has_waited_enough(since_s):
                     raise self._never_came(str(at_least))
                 await asyncio.sleep(POLL_S)
 
@@ -280,11 +280,9 @@ class WeightFollower:
         Raises:
             PolicyTimeout: the version did not arrive within `update_timeout_s`; evaluations do not count.
         """
-        give_up_at_s = self._clock() + self._config.update_timeout_s
+        since_s = self._clock()
         while not (self._open and self._contract.may_start(self.version, self._newest, min_version)):
-            if not self._open:
-                give_up_at_s = self._clock() + self._config.update_timeout_s
-            elif self._clock() > give_up_at_s:
+            if self._has_waited_enough(since_s):
                 raise self._never_came(str(self.waits_for or f"version {min_version}"))
             self._poll_now.set()
             changed = self._changed
@@ -300,12 +298,16 @@ class WeightFollower:
             try:
                 yield self._engine.version
             finally:
-                self._open = True
-                self._notify()
+                self._open_again()
 
-    def _notify(self) -> None:
+    def _open_again(self) -> None:
+        self._open, self._opened_at_s = True, self._clock()
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _has_waited_enough(self, since_s: float) -> bool:
+        """For a version, since then or since training requests may start again: an evaluation may take longer."""
+        return self._open and self._clock() > max(since_s, self._opened_at_s) + self._config.update_timeout_s
 
     def _never_came(self, wanted: str) -> PolicyTimeout:
         refused = f"; refused last: {self.refused}" if self.refused else ""

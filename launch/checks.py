@@ -365,6 +365,11 @@ def _check_steps(config: Config) -> None:
             f"learner.critic_learning_rate = {learner.critic_learning_rate:g}, but {config.algorithm.type} as it is "
             "configured has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
         )
+    if learner.ess_action != "scale_lr" and learner.ess_budget is None:
+        raise ConfigError(
+            f"learner.ess_action = '{learner.ess_action}' says what becomes of an update below learner.ess_budget, "
+            "which is unset: set it too, or leave learner.ess_action out"
+        )
     _check_teachers(config)
 
 

@@ -116,7 +116,7 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
             f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
         )
     _check_loads(path, key)
-    _check_layers(config, path, model.num_layers)
+    _check_layers(config, path, model.num_layers, is_trained=key not in config.model.frozen)
     if config.actors.max_model_tokens > model.max_position:
         raise ConfigError(
             f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
@@ -150,7 +150,7 @@ def quiet_transformers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _check_layers(config: Config, path: Path, num_layers: int) -> None:
+def _check_layers(config: Config, path: Path, num_layers: int, *, is_trained: bool) -> None:
     learner = config.learner
     if learner.num_stages * learner.num_chunks > num_layers:
         chunks = f" * learner.num_chunks = {learner.num_stages * learner.num_chunks}" if learner.num_chunks > 1 else ""
@@ -160,7 +160,7 @@ def _check_layers(config: Config, path: Path, num_layers: int) -> None:
             f"needs at least one"
         )
     layers = learner.layers_per_chunk
-    if layers is not None and sum(layers) != num_layers:
+    if is_trained and layers is not None and sum(layers) != num_layers:
         raise ConfigError(f"learner.layers_per_chunk adds up to {sum(layers)} layers, and {path} has {num_layers}")
 
 

@@ -33,7 +33,8 @@ class LearnerConfig(BaseModel):
     )
     layers_per_chunk: tuple[PositiveInt, ...] | None = Field(
         default=None,
-        description="Layers of each of the num_stages * num_chunks chunks, in order. Unset: balanced by computed cost.",
+        description="Layers of each of the num_stages * num_chunks chunks, in order, of the model that is trained. "
+        "Unset, and of a frozen model with another number of layers: balanced by computed cost.",
     )
     num_steps: PositiveInt = Field(default=100, description="Steps of the run; each trains one draw.")
     groups_per_step: PositiveInt = Field(default=32, description="G, prompts (groups of K samples) per step.")

@@ -317,8 +317,8 @@ def load_stage(
 ) -> StageModule:
     """Build chunk `index` of the `total` of a pipeline, and read its own tensors, and no others, from a checkpoint.
 
-    Chunks are counted from 0. The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk` are of every
-    chunk of the pipeline; None: balanced by cost.
+    Chunks are counted from 0. The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk`: as
+    `split_layers`.
 
     Raises:
         ValueError: the model is of an unknown family, cannot be split so, or its files are damaged or not its own.

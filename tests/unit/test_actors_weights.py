@@ -88,6 +88,25 @@ async def test_who_needs_no_newer_version_than_is_served_waits_for_none():
     await actor.stop()
 
 
+async def test_an_evaluation_takes_no_time_from_who_catches_up():
+    engine, store, clock = FakeEngine(), FakeStore(), Clock()
+    actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
+    await actor.start()
+    async with actor._follower.held():
+        store.version = PolicyVersion(0, 1)
+        catching_up = asyncio.create_task(actor._follower.catch_up(PolicyVersion(0, 2)))
+        async with asyncio.timeout(60):
+            while (0, 1) not in engine.prepared:
+                await asyncio.sleep(0.001)
+        clock.now_s += 1e6
+    async with asyncio.timeout(60):
+        while engine.version != (0, 1):
+            await asyncio.sleep(0.001)
+    store.version = PolicyVersion(0, 2)
+    await asyncio.wait_for(catching_up, 60)
+    await actor.stop()
+
+
 async def test_refused_weights_are_reported_passed_over_and_the_next_version_is_taken():
     engine, store, clock = FakeEngine(), FakeStore(), Clock()
     store.corrupt, engine.refuses = {PolicyVersion(0, 1)}, {PolicyVersion(0, 2)}

@@ -101,6 +101,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--learner.num_epochs", "9"], "can never be met with 9 updates per step (learner.num_minibatches"),
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
         (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
+        (["--learner.ess_action", "drop"], "below learner.ess_budget, which is unset"),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
         (["--task.params.min_digits", "1", "--task.params.max_digits", "1"], "distinct"),
@@ -172,11 +173,12 @@ def set_model_type(folder: Path, model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(capsys, tmp_path):
+def test_a_teacher_may_have_another_depth_and_no_other_vocabulary(capsys, tmp_path):
     teacher = Model("llama", tied=True).save(tmp_path / "teacher", max_position_embeddings=64)
     written = DEMO.read_text().replace('"trajectory_balance"\nbeta = 0.2', '"distillation"')
     (tmp_path / "distil.toml").write_text(written.replace("demo_model", str(DEMO.parent / "demo_model")))
     teaching = ["--model.reference_path", teacher, "--run.dir", tmp_path / "runs"]
+    teaching += ["--learner.layers_per_chunk", "[1, 1]"]  # of the model, which has two layers: the teacher has three
     status, said = run(capsys, tmp_path / "distil.toml", *teaching)
     assert status == WRONG_INPUT
     assert "model.reference_path has a vocabulary of 48 tokens and the model one of" in said

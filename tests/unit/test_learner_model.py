@@ -229,9 +229,11 @@ def test_the_cost_of_a_step_is_that_of_counting_every_product():
 def test_layers_per_chunk_is_obeyed_or_refused_with_its_key(tmp_path):
     config = config_of(num_hidden_layers=5)
     assert split_layers(config, 3, layers_per_chunk=(1, 3, 1)) == [(0, 1), (1, 4), (4, 5)]
-    for wrong in [(1, 3), (1, 3, 2), (0, 4, 1)]:
-        with pytest.raises(ValueError, match=r"learner\.layers_per_chunk = .*the model has 5 layers"):
+    for wrong in [(1, 4), (0, 4, 1)]:
+        with pytest.raises(ValueError, match=r"learner\.layers_per_chunk = .*asks for 3 of at least one layer each"):
             split_layers(config, 3, layers_per_chunk=wrong)
+    deeper = config_of(num_hidden_layers=9)  # a reference or teacher of another depth
+    assert split_layers(deeper, 3, layers_per_chunk=(1, 3, 1)) == split_layers(deeper, 3)
     folder = Model("llama", True).save(tmp_path)
     assert load(folder, 1, 2, layers_per_chunk=(1, 2)).share == StageShare(1, 2, 1, 3)
 
