@@ -115,6 +115,12 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
             map_file.write(text)
 
 
+def _allow_no_namespaces() -> None:
+    """Within this one: in a namespace of its own a program could mount, and fill the memory of the machine."""
+    with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as most:
+        most.write("0")  # a container may have /proc/sys read-only
+
+
 def die_with_parent() -> None:
     """Have the kernel end this process with the thread that started it; one that is gone already ends nothing."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -143,6 +149,7 @@ def serve(parent: str) -> None:
             user, group = os.geteuid(), os.getegid()
             _unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC)
             _map_ids((NOBODY, user), (NOBODY, group))
+            _allow_no_namespaces()
     except OSError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)
