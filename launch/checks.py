@@ -191,7 +191,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
             raise ConfigError(already_there(root))
         check_writable(root, "run.dir")
     with as_config_error():
-        config.learner.check_pipeline(config.algorithm.needs.critic)
+        config.learner.check(config.algorithm.needs.critic)
         samplers.build(config.buffer)  # which may lie in a file of the user's
     _check_steps(config)
     _check_pools(config)
@@ -359,16 +359,6 @@ def _check_steps(config: Config) -> None:
         raise ConfigError(
             f"actors.group_size = {config.actors.group_size}, but {config.algorithm.type} compares the samples of "
             f"{'a prompt' if needs.groups else 'an update'} with each other and needs at least 2"
-        )
-    if learner.critic_learning_rate is not None and needs.critic is None:
-        raise ConfigError(
-            f"learner.critic_learning_rate = {learner.critic_learning_rate:g}, but {config.algorithm.type} as it is "
-            "configured has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
-        )
-    if learner.ess_action != "scale_lr" and learner.ess_budget is None:
-        raise ConfigError(
-            f"learner.ess_action = '{learner.ess_action}' says what becomes of an update below learner.ess_budget, "
-            "which is unset: set it too, or leave learner.ess_action out"
         )
     _check_teachers(config)
 

@@ -454,7 +454,7 @@ class Planner:
 def _check(config: Config) -> None:
     """A `ConfigError` where a run would refuse the learner's shape, as far as the config alone says it."""
     with as_config_error():
-        config.learner.check_pipeline(config.algorithm.needs.critic)
+        config.learner.check(config.algorithm.needs.critic)
     check_gpus(config)
 
 

@@ -149,8 +149,8 @@ class LearnerConfig(BaseModel):
         whole = {"layers_per_chunk": None, "schedule": "gpipe", "reference_offload": "none"}
         return self.model_copy(update={**one, **whole, "gpus": gpus, "cpus": cpus, "device": "auto" if gpus else "cpu"})
 
-    def check_pipeline(self, critic: CriticKind | None) -> None:
-        """How processes share the model and what they compute in, as far as no model is needed to see it.
+    def check(self, critic: CriticKind | None) -> None:
+        """Refuse keys that are at odds or say nothing, as far as no model is needed to see it.
 
         `critic` is what the algorithm trains beside the policy.
 
@@ -187,6 +187,16 @@ class LearnerConfig(BaseModel):
             raise ValueError(
                 "learner.schedule = 'fused' runs a critic model's passes beside the policy's, and the algorithm as it "
                 "is configured has none: use '1f1b', or set algorithm.critic = 'model' with off_policy_ppo"
+            )
+        if self.critic_learning_rate is not None and critic is None:
+            raise ValueError(
+                f"learner.critic_learning_rate = {self.critic_learning_rate:g}, but the algorithm as it is configured "
+                "has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
+            )
+        if self.ess_action != "scale_lr" and self.ess_budget is None:
+            raise ValueError(
+                f"learner.ess_action = '{self.ess_action}' says what becomes of an update below learner.ess_budget, "
+                "which is unset: set it too, or leave learner.ess_action out"
             )
         layers, num_chunks = self.layers_per_chunk, self.num_stages * self.num_chunks
         if layers is not None and len(layers) != num_chunks:

@@ -101,6 +101,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--learner.num_epochs", "9"], "can never be met with 9 updates per step (learner.num_minibatches"),
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
         (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
+        (["--learner.critic_learning_rate", "1e-3"], "but the algorithm as it is configured has no critic"),
         (["--learner.ess_action", "drop"], "below learner.ess_budget, which is unset"),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
