@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.1
 _MAX_RETRY_S = 1.0
 _BUSY_FACTOR = 3
-_TICK_S = 0.5
+_TICK_S, _STILL_S = 0.5, 1.0
 _MAX_WORK_S = 600.0
 """What a service says it still works on after so long is given up."""
 _MAX_DAMAGED = 8
@@ -138,7 +138,7 @@ class RpcClient:
         self._numbers = itertools.count(secrets.randbits(48))
         self._wake = _Wake()
         self._context = zmq.Context()
-        self._heard_at = self._answered_at = time.monotonic()
+        self._looked_at = self._heard_at = self._answered_at = time.monotonic()
         self._patience_factor = 1
         self._who = f"the {protocol.service} at {address}"
         self.put_off_because = ""
@@ -241,6 +241,7 @@ class RpcClient:
                 wake_in_s = self._pump()
                 self._take()
                 now = time.monotonic()
+                self._pass_over_standstill(now)
                 if closing_at is not None and (not self._calls or now >= closing_at):
                     return
                 if self._expire(now):
@@ -277,6 +278,18 @@ class RpcClient:
         with self._lock:
             self._calls |= {call.request_id: call for call in self._submitted}
             self._submitted.clear()
+
+    def _pass_over_standstill(self, now: float) -> None:
+        """Time in which this process was stopped, or had no core, is no silence of the service: nothing was read."""
+        stood_still_s, self._looked_at = now - self._looked_at - _TICK_S, now
+        if stood_still_s < _STILL_S:
+            return
+        for call in self._calls.values():
+            lost_s = min(stood_still_s, now - call.asked_at)
+            call.gives_up_at = max(call.gives_up_at, min(call.gives_up_at + lost_s, call.asked_at + _MAX_WORK_S))
+            if call.sent_at is not None:
+                call.sent_at += stood_still_s
+        self._heard_at = min(now, self._heard_at + stood_still_s)
 
     def _expire(self, now: float) -> bool:
         """Fail what waited too long, mark what is to be sent again; True where the connection seems dead."""

@@ -28,11 +28,12 @@ from tests.world.waiting import LIMIT_S, wait_until
 CONFIG = BufferConfig(give_up_after_s=60.0)
 
 
-def client_of(address: str, resend_s: float = 1.0) -> RpcClient:
+def client_of(address: str, resend_s: float = 1.0, give_up_s: float = 20.0, **hooks) -> RpcClient:
     """A client of the buffer without what makes trajectories of messages."""
-    patience = Patience(resend_s=resend_s, give_up_s=20.0, heartbeat_s=20.0)
+    patience = Patience(resend_s=resend_s, give_up_s=give_up_s, heartbeat_s=20.0)
     errors = RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable)
-    return RpcClient(p.PROTOCOL, address, "r", asker=Asker("t", "actor", "s"), patience=patience, errors=errors)
+    asker = Asker("t", "actor", "s")
+    return RpcClient(p.PROTOCOL, address, "r", asker=asker, patience=patience, errors=errors, **hooks)
 
 
 @pytest.fixture
@@ -87,6 +88,31 @@ def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait()
         answer(retry=False)
     assert answered == ["StepFinished", "CheckpointDurable"]
     assert (first.result(60)[0], second.result(60)[0]) == (p.Done(), p.Done())
+    transport.close(1.0)
+    router.close(0)
+    context.term()
+
+
+def test_what_was_answered_while_the_client_stood_still_came_in_time():
+    give_up_s, has_work, is_still = 1.0, threading.Event(), threading.Event()
+
+    def stand_still():
+        if has_work.is_set() and not is_still.is_set():
+            is_still.set()
+            time.sleep(give_up_s + 2.0)
+
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    transport = client_of(f"tcp://127.0.0.1:{port}", 60.0, give_up_s, pump=stand_still)
+    asked = transport.submit(p.StepFinished(1, 1, 0))
+    assert router.poll(LIMIT_S * 1000)
+    identity, header, *_ = router.recv_multipart()
+    has_work.set()
+    transport.wake()
+    assert is_still.wait(LIMIT_S)
+    router.send_multipart([identity, p.encode(p.decode(header).request_id, p.Done())])
+    assert asked.result(LIMIT_S)[0] == p.Done()
     transport.close(1.0)
     router.close(0)
     context.term()
