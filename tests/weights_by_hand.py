@@ -156,6 +156,8 @@ class Machine:
         )
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(mock.patch("weight_sync.client.CHUNK_BYTES", 2**14))  # a transfer takes several
+        # what waits for a core is not asked for again, and so counted once
+        self._stack.enter_context(mock.patch.dict(WeightClient.__init__.__kwdefaults__, silence_s=20.0))
         self._stop = threading.Event()
         self.start()
 

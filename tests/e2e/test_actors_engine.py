@@ -350,17 +350,23 @@ async def test_a_sample_handed_on_twice_is_of_three_versions_and_each_token_is_i
 
 
 async def test_a_killed_engine_is_reported_as_dead_and_stays_dead_and_says_what_there_was(world: World):
-    before = asyncio.gather(
-        *[world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(prompts(32))], return_exceptions=True
-    )
-    async with asyncio.timeout(60):
-        while not any(world.engine.so_far((2, i)) for i in range(32)):
-            await asyncio.sleep(0.001)
     engines = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]
     assert engines
-    for engine in engines:
-        engine.suspend()  # or it answers all before it is killed, where the machine has other work
-    assert any(world.engine.runs((2, i)) for i in range(32)), "it answered all"
+    for _ in range(10):  # where the machine has other work, it may answer all before it is suspended
+        asked = [world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(prompts(32))]
+        before = asyncio.gather(*asked, return_exceptions=True)
+        async with asyncio.timeout(60):
+            while not (before.done() or any(world.engine.so_far((2, i)) for i in range(32))):
+                await asyncio.sleep(0.001)
+        for engine in engines:
+            engine.suspend()
+        await asyncio.sleep(0.1)  # what it had answered is heard
+        if any(world.engine.runs((2, i)) for i in range(32)):
+            break
+        for engine in engines:
+            engine.resume()
+    else:
+        pytest.fail("ten times it answered all")
     running = asyncio.gather(*[world.engine.generate(prompt) for prompt in prompts(32)])
     await asyncio.sleep(0.02)
     for engine in engines:

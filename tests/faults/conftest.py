@@ -91,8 +91,8 @@ def connect(service):
     """`connect(name, role)`: a client of `service` that is closed with the test."""
     clients = []
 
-    def make(name, role="actor", config=CONFIG):
-        clients.append(BufferClient(service.address, run_id="killed", role=role, name=name, config=config))
+    def make(name, role="actor"):
+        clients.append(BufferClient(service.address, run_id="killed", role=role, name=name, config=CONFIG))
         clients[-1].connect()
         return clients[-1]
 

@@ -1,6 +1,7 @@
 """One rank of a learner as a process: `python learner_stage_process.py ORDERS.json RANK`, or `run_rank` in a fork."""
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -82,7 +83,7 @@ def context_of(orders: dict) -> RunContext:
         learner=config,
         algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
         weight_sync=knobs,
-        buffer=BufferConfig(give_up_after_s=10),
+        buffer=BufferConfig(give_up_after_s=60),
     )
 
 
@@ -200,6 +201,29 @@ def slow_steps(_rank: int, seconds: float) -> None:
     Stage._take_step = take_slowly
 
 
+def written_before_steps(_rank: int, limit_s: float) -> None:
+    """Every step waits until the versions before it are written: it has room for two."""
+    take = Stage._take_step
+
+    def take_later(self, *args):
+        self._publisher.flush(limit_s)
+        take(self, *args)
+
+    Stage._take_step = take_later
+
+
+def late_limit(_rank: int, checkpoints: str) -> None:
+    """The time that a publisher has begins with the first checkpoint in this folder, however long that takes."""
+    began_s = []
+
+    def clock():
+        if not began_s and any(Path(checkpoints).glob("step-*")):
+            began_s.append(time.monotonic())
+        return time.monotonic() - began_s[0] if began_s else 0.0
+
+    stage_file.Publisher = functools.partial(stage_file.Publisher, clock=clock)
+
+
 def publish_regardless(_rank: int, _value: object) -> None:
     """Publish every version, whether or not the earlier ones are written."""
     Stage._may_publish = lambda _: True
@@ -209,6 +233,8 @@ HOOKS = {
     "full_disk": full_disk,
     "slow_disk": slow_disk,
     "slow_steps": slow_steps,
+    "written_before_steps": written_before_steps,
+    "late_limit": late_limit,
     "publish_regardless": publish_regardless,
     "without_moments": without_moments,
     "without_checksums": without_checksums,

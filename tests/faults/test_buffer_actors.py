@@ -4,9 +4,12 @@ import itertools
 import random
 import signal
 import time
+from contextlib import closing
 
 import pytest
 
+from buffer.store import Store
+from buffer.tables import NO_RECORD
 from tests.faults.actor_process import ZOMBIE_EXIT
 from tests.faults.service_process import CONFIG, MANY, Kept
 from tests.full import FULL, pick
@@ -56,6 +59,13 @@ def kill_in_mid_send(start_actor, service, num_kills):
         killed_at |= dict.fromkeys(victim.leased, time.monotonic())
     time.sleep(LEASE_TIMEOUT_S + 1.0)
     return victims, killed_at
+
+
+def stored(folder):
+    """The samples that have a record, also while the service writes."""
+    with closing(Store(folder, None)) as store:
+        groups = store.read(lambda tx: list(tx.groups.all_items()))
+    return {(key, i) for (key,), group in groups for i, record in enumerate(group.records) if record != NO_RECORD}
 
 
 @pytest.mark.fault(11, "kill -9 of giver, taker and service while samples are handed on")
@@ -115,8 +125,9 @@ def test_leases_of_a_killed_actor_are_issued_again_in_time_and_the_others_do_not
     load = load_on(service, draws=False, pause_s=0.1)
     num_kills = pick(2, 50)
     victims, killed_at = kill_in_mid_send(start_actor, service, num_kills)
+    wait_until(lambda: killed_at.keys() <= stored(service.folder), "what the dead held", errors=load.errors)
     load.end()
-    assert load.learner.status().result(60).ledger["in_flight"] == 0
+    wait_until(lambda: load.learner.status().result(60).ledger["in_flight"] == 0, "the leases of the dead to be over")
     load.close()
     service.stop()
 
@@ -154,7 +165,14 @@ def replace_a_stopped_actor(start_actor, service, name):
     """Stop an actor that has more to push, replace it, let it go on; both, and what it pushed from then on."""
     zombie = start_actor(service, name, groups=8, num_completion_tokens=64, pause_s=0.005)
     zombie.wait_for("committed", 40)  # 32 to a lease request: it works on its second one
-    zombie.signal(signal.SIGSTOP)
+
+    def has_stopped_with_more_to_push():
+        zombie.signal(signal.SIGCONT)
+        time.sleep(0.02)
+        zombie.signal(signal.SIGSTOP)
+        return zombie.leased - zombie.keys("push")
+
+    wait_until(has_stopped_with_more_to_push)
     replacement = start_actor(service, name, num_completion_tokens=64)
     replacement.wait_for("committed", 8)
     before = zombie.keys("push")

@@ -5,13 +5,14 @@ import sys
 import threading
 import time
 from concurrent.futures import wait
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from buffer import client as client_module
 from buffer.errors import BufferRefused, BufferUnavailable
-from tests.faults.service_process import CONFIG, FACTS, Kept, generate
+from tests.faults.service_process import FACTS, Kept, generate
 
 
 def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_under_load(service, connect):
@@ -62,10 +63,11 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_unde
 
 def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, connect, monkeypatch):
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 0.3)
-    client = connect("actor-0", config=CONFIG.model_copy(update={"give_up_after_s": 1.0}))
+    transport = (client := connect("actor-0"))._transport
+    transport._patience = replace(transport._patience, give_up_s=1.0)
     service.kill()
     pending = [client.status(), client.lease(1)]
-    wait(pending, 10)
+    wait(pending, 60)
     for future in pending:
         with pytest.raises(BufferUnavailable, match=service.address):
             future.result(0)
@@ -108,7 +110,7 @@ def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, conn
     stranger.send_multipart([p.encode(3, p.Push("a", 1), b"another body"), b"body"])
     stranger.send_multipart([good])
     client = connect("actor-0")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (status := client.status().result(60)).quarantined_by_reason.get("header", 0) < 409:
         assert time.monotonic() < deadline, status
     assert status.quarantined_by_reason["checksum"] == 1

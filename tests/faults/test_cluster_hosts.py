@@ -145,7 +145,7 @@ def test_a_port_in_use_is_named_with_the_process_that_has_it(cluster, hosts):
         [*hosts[HEAD].tied_prefix(), "python3", "-m", "http.server", str(PORT), "--bind", address]
     )
     try:
-        machines.wait_until("it to listen", hosts[HEAD].listening, 10, every_s=0.1)
+        machines.wait_until("it to listen", hosts[HEAD].listening, 60, every_s=0.1)
         line = one_line(cluster.call("up", str(cluster.host_file)))
         taken = rf"port {PORT} is taken by python3[.\d]*, process \d+; end that, or set LEEWAY_RAY_PORT"
         assert re.fullmatch(rf"cluster\.sh: {address}: {taken}", line)
@@ -159,7 +159,7 @@ def test_another_ray_is_named_and_left_alone(cluster, hosts):
     name = "open('/proc/self/comm', 'w').write('raylet'); import time; time.sleep(600)"
     other = subprocess.Popen([*hosts[EXACT].tied_prefix(), "python3", "-c", name, "--session_dir=/tmp/ray/other"])
     try:
-        machines.wait_until("it to be called raylet", lambda: "raylet" in names_on(hosts[EXACT]), 10, every_s=0.1)
+        machines.wait_until("it to be called raylet", lambda: "raylet" in names_on(hosts[EXACT]), 60, every_s=0.1)
         line = one_line(cluster.call("up", str(cluster.host_file)))
         assert re.fullmatch(
             rf"cluster\.sh: {hosts[EXACT].address}: another Ray is running \(process \d+, session /tmp/ray/other\); "

@@ -41,8 +41,9 @@ def test_training_goes_on_while_no_version_can_be_written_and_the_last_one_is_pu
 
 @pytest.mark.fault(6, "no room in the weights folder for longer than publish_timeout_s")
 def test_a_disk_that_stays_full_ends_the_learner_with_the_reason_and_a_checkpoint(run, show):
-    run.weight_sync["publish_timeout_s"] = 6.0  # on a busy machine the first checkpoint takes some seconds
+    run.weight_sync["publish_timeout_s"] = 2.0
     hooks = {"full_disk": {"rank": 1, "until": str(run.folder / "never")}, "slow_steps": 0.2}
+    hooks["late_limit"] = str(run.checkpoints)
     began_s = time.monotonic()
     assert all(code != 0 for code in run.finish(run.start(None, hooks, num_steps=NUM_STEPS, checkpoint_every=2)))
     said = f"publishing to {run.folder / 'weights'} failed"

@@ -108,8 +108,8 @@ def test_several_updates_per_step_are_several_versions_and_a_critic_is_checkpoin
         run.train(algorithm, num_steps=3, **options)
         store = WeightStore(run.folder / "weights")
         first = store.newest()
-        # a version is left out while two earlier ones are being written: there is time for those before each step
-        run.train(algorithm, {"slow_steps": 0.3}, num_steps=5, **options)
+        # a version is left out while two earlier ones are being written
+        run.train(algorithm, {"written_before_steps": 60}, num_steps=5, **options)
     reports = run.reports()
     assert [(report["step"], report["version"]) for report in reports] == [(n, 4 * n) for n in range(1, 6)]
     assert all(report["updates/taken"] == 4 and report["lag/token_max"] <= 4 for report in reports)
@@ -132,7 +132,7 @@ def test_only_every_nth_version_is_published_and_the_last_one_whatever_its_numbe
     run = start_run()
     run.weight_sync |= {"publish_every": 2, "keep_versions": 9}
     with MadeUpActor(run.address):
-        run.train(hooks={"slow_steps": 0.3}, num_steps=5)
+        run.train(hooks={"written_before_steps": 60}, num_steps=5)
     store = WeightStore(run.folder / "weights")
     assert [version.version for version in store.committed()] == [0, 2, 4, 5]
     assert [report["version"] for report in run.reports()] == [1, 2, 3, 4, 5]

@@ -1,5 +1,6 @@
 """Weights on their way between machines: killed services, pullers and stages, stopped ones, and changed bytes."""
 
+import contextlib
 import signal
 import threading
 import time
@@ -202,20 +203,26 @@ def replay_all(wire: Wire) -> list:
 
 @pytest.mark.fault(26, "weight service stopped")
 def test_a_stopped_service_is_an_error_in_time_and_serves_on_when_it_is_continued(folder, service, show):
-    manifest = publish(folder, 0, **SIZE)
+    total, received = publish(folder, 0, **SIZE).size_of(WHOLE), bytearray()
     client = WeightClient(
         service.said, RUN, "actor-0", role="actor", timeout_s=2.0, silence_s=0.3, chunk_bytes=CHUNK_BYTES
     )
+
+    def is_read() -> bool:
+        with contextlib.suppress(TransferFailed):  # on a crowded machine, 2 s may be too short
+            client.read(v(0), WHOLE, total, len(received), received.extend)
+        return len(received) == total
+
     try:
-        assert client.newest() == v(0)
+        wait_until(is_read, "all of it before the stop")
+        received.clear()
         service.send(signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(TransferFailed, match=rf"weight service at {service.said} did not answer ReadRequest"):
-            client.read(v(0), WHOLE, manifest.size_of(WHOLE), 0, lambda _: None)
+            client.read(v(0), WHOLE, total, 0, lambda _: None)
         took_s = time.monotonic() - began
         service.send(signal.SIGCONT)
-        received = bytearray()
-        client.read(v(0), WHOLE, manifest.size_of(WHOLE), 0, received.extend)
+        wait_until(is_read, "all of it after the stop")
     finally:
         client.close()
     assert bytes(received) == (folder / "0.0" / WHOLE).read_bytes()

@@ -128,7 +128,8 @@ def _pull(address: str, staging_dir: str, version: str, name: str) -> None:
 
 
 def _publish(address: str, incarnation: str) -> None:
-    sink = WeightClient(address, RUN, "stage-0", role="learner", chunk_bytes=CHUNK_BYTES)
+    # a long silence: on a crowded machine nothing is sent twice because it was slow
+    sink = WeightClient(address, RUN, "stage-0", role="learner", chunk_bytes=CHUNK_BYTES, silence_s=30.0)
     print("connected", flush=True)
     publish(sink, 0, incarnation=int(incarnation), **SIZE)
 

@@ -16,6 +16,7 @@ import pytest
 from launch.config import ModelConfig
 from launch.errors import ConfigError
 from launch.model_folder import _model_folder, fetch_model
+from tests.world.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 WRITES = """
@@ -24,6 +25,14 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 folder.mkdir()
 (folder / "config.json").write_text("mine")
+"""
+GOES_ON = """
+import time
+begun.touch()
+for _ in range(9000):
+    if not begun.exists():
+        break
+    time.sleep(0.01)
 """
 
 
@@ -58,18 +67,19 @@ def test_a_recipe_that_fails_leaves_nothing(model):
 
 def test_of_two_commands_one_makes_it_and_the_other_waits(model, tmp_path, capsys):
     begun = tmp_path / "begun"
-    slow = f"import time\nPath({str(begun)!r}).touch()\ntime.sleep(1)\n"
-    made = model(WRITES + slow)
+    made = model(f"{WRITES}\nbegun = Path({str(begun)!r})\n{GOES_ON}")
     with ThreadPoolExecutor() as pool:
         first = pool.submit(fetch_model, made, is_there=False)
         while not begun.exists():
             assert not first.done(), first.result()
             time.sleep(0.01)
+        second = pool.submit(fetch_model, made, is_there=False)
+        said = "waiting for another command that makes a model"
+        wait_until(lambda: said in capsys.readouterr().out, "the other to wait")
         begun.unlink()
-        assert (fetch_model(made, is_there=False) / "config.json").read_text() == "mine"
-        first.result(timeout=10)
+        assert (second.result(timeout=150) / "config.json").read_text() == "mine"
+        first.result(timeout=60)
     assert not begun.exists(), "it was made twice"
-    assert "waiting for another command that makes a model" in capsys.readouterr().out
     assert around(made) == ["small"]
 
 

@@ -106,7 +106,7 @@ import os, signal, subprocess, sys
 from pathlib import Path
 from launch.processes.ray_cluster import RayWatch
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-children = [subprocess.Popen([sys.argv[1], "60"], **quiet) for _ in range(2)]
+children = [subprocess.Popen([sys.argv[1], "120"], **quiet) for _ in range(2)]
 watch = RayWatch(sys.argv[2], Path("logs"))
 print(*(child.pid for child in children), watch._reaper.pid, flush=True)
 if sys.argv[3] == "killed":
@@ -122,7 +122,7 @@ def test_what_a_killed_command_leaves_behind_is_ended_and_after_a_good_end_nothi
         [sys.executable, "-c", COMMAND, program, address_of(store), end], capture_output=True, text=True, cwd=ROOT
     ).stdout
     *left, reaper = (psutil.Process(int(pid)) if psutil.pid_exists(int(pid)) else None for pid in output.split())
-    psutil.wait_procs([each for each in (reaper, *left) if each is not None and end == "killed"], timeout=15)
+    psutil.wait_procs([each for each in (reaper, *left) if each is not None and end == "killed"], timeout=60)
     assert reaper is None or not reaper.is_running(), "it outlives the command"
     alive = [each for each in left if each is not None and each.is_running()]
     assert len(alive) == (0 if end == "killed" else 2)

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from buffer import client
 from tests.world.buffer import InProcessBuffer, facts
 from tests.world.command import leeway_here
 
@@ -33,12 +32,6 @@ def no_process_of_ours(request, monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "__init__", started)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda _: pytest.fail(why))
-
-
-@pytest.fixture(autouse=True)
-def quick_clients(monkeypatch):
-    """Clients of a buffer send again sooner what is not answered."""
-    monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 3.0)
 
 
 @pytest.fixture

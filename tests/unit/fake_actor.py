@@ -49,6 +49,8 @@ class FakeEngine:
         self.error = None
         self.is_dead = False
         self.stopped = False
+        self.limits = set()
+        """Of what runs."""
         self.requests = {}
         """Key -> prefix and the future that ends the request early."""
         self.prefixes = []
@@ -74,13 +76,15 @@ class FakeEngine:
             self.requests[key] = prompt_token_ids, prefix, interrupted
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.seconds):
+                async with asyncio.timeout(self.seconds) as limit:
+                    self.limits.add(limit)
                     await interrupted.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
+            self.limits.remove(limit)
             half = self.so_far(key)
             if not isinstance(self.error, EngineDead):
                 self.requests.pop(key, None)
@@ -94,6 +98,12 @@ class FakeEngine:
         logprobs = np.full(len(tokens), -0.5, np.float32)
         why = "stop" if tokens[-1] == 3 else "length"
         return Generation(tokens, logprobs, (VersionSpan(self.version, 0, len(tokens)),), why).after(prefix)
+
+    def finish(self):
+        """All that runs is complete, and what comes later takes no time."""
+        self.seconds = 0.0
+        for limit in self.limits:
+            limit.reschedule(0.0)
 
     def ended(self, prefix):
         return "stop" if prefix.token_ids[-1] == 3 else None
@@ -298,6 +308,28 @@ async def until(is_so, limit_s=60):
     async with asyncio.timeout(limit_s):
         while not is_so():
             await asyncio.sleep(0.005)
+
+
+def jump(monkeypatch, seconds):
+    """The event loop's clock is so far ahead from now on: what it waits for no longer than that is over."""
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: time.monotonic() + seconds)
+
+
+def clock_of_waits(monkeypatch):
+    """The event loop's clock from now on: what it waits counts, and what its own work or the machine takes does not."""
+    events = asyncio.get_running_loop()
+    select, clock = events._selector.select, Clock()
+
+    def wait(timeout):
+        began_s = time.monotonic()
+        found = select(timeout)
+        clock.now_s += min(time.monotonic() - began_s, timeout or 0.0)
+        return found
+
+    clock.now_s = events.time()
+    monkeypatch.setattr(events._selector, "select", wait)
+    monkeypatch.setattr(events, "time", clock)
+    return clock
 
 
 async def run_to_end(actor, timeout_s=60):

@@ -1,7 +1,6 @@
 """A judge: its rating is the reward, it is waited for while it is busy, and what it does not rate is never 0."""
 
 import asyncio
-import time
 from dataclasses import replace
 from email.utils import formatdate
 
@@ -12,6 +11,7 @@ from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, TaskError, check_task, load_reward, load_task, reward_models
 from actors.tasks.config import ReasoningGymTask
 from actors.tasks.task import TOOK_TOO_LONG, NoScore
+from tests.unit.fake_actor import jump, until
 from tests.world.judge_server import judge_server
 from tests.world.reward_callers import InThisProcess
 
@@ -24,7 +24,7 @@ def task(endpoint, *, rewards=("helpful",), **changes):
         "endpoint": endpoint,
         "model": "judge-8b",
         "prompt": "Rate {completion} to {prompt} (right: {answer})",
-        "timeout_s": 5.0,
+        "timeout_s": 60.0,
         **changes,
     }
     return ReasoningGymTask(
@@ -164,15 +164,20 @@ def test_a_row_that_lacks_what_the_prompt_names_has_no_score_and_costs_no_other_
     assert "the item has no 'answer'" in lacking.detail
 
 
-def test_past_its_limit_only_that_sample_has_no_score_and_the_reason_is_told():
+async def test_past_its_limit_only_that_sample_has_no_score_and_the_reason_is_told(monkeypatch):
+    rated, reward = [], reward_models._reward
+    monkeypatch.setattr(reward_models, "_reward", lambda *of: rated.append(len(server.asked)) or reward(*of))
+
     def answer(text):
         return (429, {"Retry-After": "0.05"}) if "busy" in text else "10"
 
     with judge_server(answer) as server:
-        began_s = time.monotonic()
-        busy, well = rate(task(server.endpoint, timeout_s=2.0), "busy", "well")
-    assert time.monotonic() - began_s < 30
-    assert (busy, well) == (NoScore(TOOK_TOO_LONG, "2 s, its endpoint answered 429 last"), 1.0)
+        (function,) = load_task(task(server.endpoint)).rewards
+        asked = asyncio.create_task(load_reward(function)([PROBLEM, PROBLEM], ["busy", "well"]))
+        await until(lambda: rated and len(server.asked) > rated[0] + 1)  # a 429 since
+        jump(monkeypatch, 60.0)
+        busy, well = await asyncio.wait_for(asked, 60)
+    assert (busy, well) == (NoScore(TOOK_TOO_LONG, "60 s, its endpoint answered 429 last"), 1.0)
 
 
 def test_a_request_that_is_refused_is_not_repeated():
@@ -205,14 +210,15 @@ async def test_a_sample_without_a_rating_fails_by_name_and_costs_no_other_its_re
 
 
 def test_samples_that_come_while_a_judge_thinks_share_its_next_call():
-    sizes = []
+    sizes, thinks, may_rate = [], asyncio.Event(), asyncio.Event()
 
     class Slow:
         is_alive = True
 
         async def call(self, problems, completions):
             sizes.append(len(completions))
-            await asyncio.sleep(0.05)
+            thinks.set()
+            await may_rate.wait()
             return [1.0] * len(completions)
 
         async def end(self):
@@ -227,13 +233,14 @@ def test_samples_that_come_while_a_judge_thinks_share_its_next_call():
         asked = []
         for number in range(20):
             asked.append(asyncio.create_task(scorer.score(PROBLEM, str(number))))
+            await thinks.wait()
             await asyncio.sleep(0.001)
+        may_rate.set()
         await asyncio.gather(*asked)
         await scorer.close()
 
     asyncio.run(run())
-    assert sum(sizes) == 20
-    assert len(sizes) < 6
+    assert sizes == [1, 19]
 
 
 def refused(config, **options):

@@ -17,7 +17,19 @@ from actors.sample import MOST_COLUMN_BYTES, EvalRequest, kept_columns
 from actors.weights import ActorError
 from buffer.schema import HANDED_ON, Trajectory, VersionSpan
 from common.staleness import PolicyVersion
-from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, K, half, make_actor, run_to_end, until
+from tests.unit.fake_actor import (
+    Clock,
+    FakeBuffer,
+    FakeEngine,
+    FakeStore,
+    K,
+    clock_of_waits,
+    half,
+    jump,
+    make_actor,
+    run_to_end,
+    until,
+)
 from tests.unit.small_models import tiny_checkpoint
 from tests.world.reward_callers import scorer
 from tests.world.run_context import run_context
@@ -155,10 +167,12 @@ async def test_a_fenced_actor_stops_and_says_who_took_its_name():
 
 
 async def test_a_lost_lease_is_cancelled_and_neither_pushed_nor_given_up():
-    buffer, engine = FakeBuffer(2, timeout_s=0.15), FakeEngine(1.0)
+    buffer, engine = FakeBuffer(2, timeout_s=0.15), FakeEngine(600)
     buffer.lose = {1}
-    await run_to_end(make_actor(buffer, engine))
-    assert buffer.renewals >= 2
+    running = asyncio.create_task(run_to_end(make_actor(buffer, engine)))
+    await until(lambda: engine.cancelled == K and buffer.renewals >= 2)
+    engine.finish()
+    await running
     assert {one.lease_id for one in buffer.pushed} == {2}
     assert engine.cancelled == K
     assert not buffer.given_up
@@ -166,7 +180,7 @@ async def test_a_lost_lease_is_cancelled_and_neither_pushed_nor_given_up():
 
 @pytest.mark.parametrize("end", ["stop", "the engine dies"])
 async def test_what_is_in_the_engine_is_handed_on_with_its_tokens_and_what_waits_for_a_slot_without_any(end):
-    buffer, engine = FakeBuffer(2), FakeEngine(600 if end == "stop" else 0.5)
+    buffer, engine = FakeBuffer(2), FakeEngine(600)
     engine.error = None if end == "stop" else EngineDead("its process ended")
     actor = make_actor(buffer, engine, config={"max_running_samples": K + 1})
     await actor.start()
@@ -176,6 +190,7 @@ async def test_what_is_in_the_engine_is_handed_on_with_its_tokens_and_what_waits
         await asyncio.wait_for(actor.stop(), 60)
         await asyncio.wait_for(running, 60)
     else:
+        engine.finish()
         with pytest.raises(EngineDead):
             await asyncio.wait_for(running, 60)
         await actor.stop()
@@ -236,13 +251,14 @@ async def test_a_group_of_which_a_sample_outgrows_the_actor_goes_on_elsewhere_wi
 
 
 async def test_a_sample_that_outgrows_the_actor_stays_where_nobody_is_faster_any_more():
-    buffer, engine = FakeBuffer(2), FakeEngine(0.05)
+    buffer, engine = FakeBuffer(2), FakeEngine(600)
     buffer.hand_on_at = 2
     actor = make_actor(buffer, engine)
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: engine.running == 2 * K)
     actor._hand_on_at = buffer.hand_on_at = 0
+    engine.finish()
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert not buffer.handed_on
@@ -252,9 +268,11 @@ async def test_a_sample_that_outgrows_the_actor_stays_where_nobody_is_faster_any
 
 
 async def test_the_buffer_is_told_now_and_then_what_running_samples_have():
-    buffer, engine = FakeBuffer(1), FakeEngine(0.2)
-    await run_to_end(make_actor(buffer, engine, config={"keep_every_s": 0.01}))
-    assert len(buffer.handed_on) > 2
+    buffer, engine = FakeBuffer(1), FakeEngine(600)
+    running = asyncio.create_task(run_to_end(make_actor(buffer, engine, config={"keep_every_s": 0.01})))
+    await until(lambda: len(buffer.handed_on) > 2)
+    engine.finish()
+    await running
     assert all(goes_on and len(rows) == K for _, _, rows, goes_on in buffer.handed_on)
     assert len(buffer.pushed) == K
 
@@ -301,8 +319,6 @@ async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its
 
 
 async def test_what_runs_is_handed_on_though_an_update_never_ends(monkeypatch):
-    for where in ("actors.loop", "actors.held"):
-        monkeypatch.setattr(f"{where}.GOODBYE_S", 0.5)
     buffer, engine, store = FakeBuffer(2), FakeEngine(600), FakeStore()
     actor = make_actor(buffer, engine, store)
     await actor.start()
@@ -312,11 +328,13 @@ async def test_what_runs_is_handed_on_though_an_update_never_ends(monkeypatch):
     store.version = PolicyVersion(0, 1)
     async with asyncio.timeout(60):
         await engine.applying.wait()
-        await actor.stop()
+        stopping = asyncio.create_task(actor.stop())
+        await until(lambda: actor.goodbye == (2 * K, 0))
+        jump(monkeypatch, 2 * loop.GOODBYE_S)
+        await stopping
     assert not running.done(), "the update has ended, so this test shows nothing"
     assert sorted(lease for lease, *_ in buffer.handed_on) == [1, 2]
     assert [row.num_completion_tokens for _, _, rows, _ in buffer.handed_on for row in rows] == [2] * 2 * K
-    assert actor.goodbye == (2 * K, 0)
     engine.may_apply.set()
     await asyncio.wait_for(running, 60)
 
@@ -342,22 +360,24 @@ async def test_what_is_leased_while_an_actor_says_goodbye_is_handed_on():
     assert actor.goodbye == (2 * K, 0)
 
 
-async def test_an_answer_that_waits_for_the_seat_of_a_running_sample_is_scored():
-    limit_s = 1.0
-
-    class OneSeat(FakeEngine):
-        seat = asyncio.Semaphore(1)
+async def test_an_answer_that_waits_for_the_seat_of_a_running_sample_is_scored(monkeypatch):
+    class Full(FakeEngine):
+        asked, seat = asyncio.Event(), asyncio.Event()
 
         async def generate(self, *prompt, **options):
-            async with self.seat:
-                return await super().generate(*prompt, **options)
+            self.asked.set()
+            await self.seat.wait()
+            return await super().generate(*prompt, **options)
 
-    engine = OneSeat(0.5 * limit_s)
-    actor = make_actor(FakeBuffer(0), engine, config={"generate_timeout_s": limit_s, "max_running_samples": 1})
+    engine = Full()
+    actor = make_actor(FakeBuffer(0), engine, config={"generate_timeout_s": 100.0, "max_running_samples": 1})
     await actor.start()
-    await engine.seat.acquire()
-    asyncio.get_running_loop().call_later(0.8 * limit_s, engine.seat.release)
-    result = await asyncio.wait_for(actor.evaluate(EvalRequest(num_problems=1)), 60)
+    evaluation = asyncio.create_task(actor.evaluate(EvalRequest(num_problems=1)))
+    await asyncio.wait_for(engine.asked.wait(), 60)
+    jump(monkeypatch, 140.0)
+    await asyncio.sleep(0.01)  # what is over by then ends
+    engine.seat.set()
+    result = await asyncio.wait_for(evaluation, 60)
     await actor.stop()
     assert (result.greedy.num_scored, result.sampled.num_scored) == (1, 1)
 
@@ -438,7 +458,7 @@ async def test_an_actor_that_leases_says_its_pool_and_how_fast_its_engine_is():
     assert set(buffer.asked) == {("actors", 0.25)}
 
 
-async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
+async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free(monkeypatch):
     class Lagging(FakeEngine):
         """One sample of each group takes ten times as long, so slots come free one by one."""
 
@@ -447,21 +467,21 @@ async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
             return await super().generate(prompt_token_ids, **options)
 
     buffer, engine = FakeBuffer(60), Lagging()
-    actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K - 1})
+    actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K - 1}, clock=clock_of_waits(monkeypatch))
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: buffer.granted >= 4)
     used = []
     while buffer.granted < 50:
         used.append(engine.running)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.007)
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert max(used) == 2 * K - 1
     assert sum(used) / len(used) > 0.8 * (2 * K - 1), "rounded down to whole groups, about half of them would be used"
 
 
-async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
+async def test_no_slot_stays_empty_while_a_lease_is_on_its_way(monkeypatch):
     class SlowToAnswer(FakeBuffer):
         """Grants a lease after as long as a sample takes."""
 
@@ -471,14 +491,14 @@ async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
             return late
 
     buffer, engine = SlowToAnswer(200), FakeEngine(0.04)
-    actor = make_actor(buffer, engine)
+    actor = make_actor(buffer, engine, clock=clock_of_waits(monkeypatch))
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: buffer.granted >= 80)
     used = []
     while buffer.granted < 190:
         used.append(engine.running)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.007)
     await asyncio.wait_for(running, 60)
     await actor.stop()
     assert max(used) == 16

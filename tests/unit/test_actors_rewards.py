@@ -15,7 +15,7 @@ from actors.rewards import RewardFailed, Scored
 from actors.tasks import Problem, TaskError
 from actors.tasks.task import TOOK_TOO_LONG, NoScore
 from common.process import DaemonThreads, ThreadsExhausted
-from tests.unit.fake_actor import Clock, until
+from tests.unit.fake_actor import Clock, jump, until
 from tests.world.reward_callers import scorer
 
 PROBLEM = Problem("q", "q", {})
@@ -157,7 +157,7 @@ async def test_a_sample_whose_own_limit_was_over_is_not_tried_again_and_counts_a
     scores = scorer(judge)
     await asyncio.gather(*(scores.score(PROBLEM, one) for one in "ab"), return_exceptions=True)
     assert calls == [["a", "b"]]
-    assert [(each.num_samples, each.timeout_s) for each in scores.failing] == [(2, 5.0)]
+    assert [(each.num_samples, each.timeout_s) for each in scores.failing] == [(2, 60.0)]
 
 
 async def test_each_sample_comes_with_its_own_problem_and_a_group_shares_one():
@@ -243,14 +243,21 @@ async def die_on_bad(completion):
         raise CallFailed("the reward's process ended with exit status 3", lost=True)
 
 
-async def test_a_call_that_takes_too_long_costs_its_process_and_only_its_own_sample(processes):
-    scores = with_processes(processes, hang_on_stuck, timeout_s=0.5)
+async def test_a_call_that_takes_too_long_costs_its_process_and_only_its_own_sample(processes, monkeypatch):
+    def tries():
+        return [call for process in processes for call in process.calls if "stuck" in call]
+
+    scores = with_processes(processes, hang_on_stuck)
     answers = ["a", "stuck", "c"]
-    results = await asyncio.gather(*(scores.score(PROBLEM, one) for one in answers), return_exceptions=True)
+    asked = [asyncio.create_task(scores.score(PROBLEM, one)) for one in answers]
+    await until(tries)
+    jump(monkeypatch, 60.0)
+    await until(lambda: len(tries()) == 2 and asked[0].done() and asked[2].done())
+    jump(monkeypatch, 120.0)
+    results = await asyncio.gather(*asked, return_exceptions=True)
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
-    assert str(results[1]) == "reward failed: f: took longer than 0.5 s"
-    tries = [call for process in processes for call in process.calls if "stuck" in call]
-    assert tries == [answers, ["stuck"]], "with the others and once alone: each try costs a limit of time"
+    assert str(results[1]) == "reward failed: f: took longer than 60 s"
+    assert tries() == [answers, ["stuck"]], "with the others and once alone: each try costs a limit of time"
     assert all(process.ended == any("stuck" in call for call in process.calls) for process in processes)
     await scores.close()
     assert all(process.ended for process in processes)

@@ -7,7 +7,7 @@ import pytest
 
 from actors.weights import PolicyTimeout
 from common.staleness import PolicyVersion
-from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, make_actor, run_to_end
+from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, make_actor, run_to_end, until
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
@@ -171,17 +171,20 @@ async def test_a_silent_weight_service_is_asked_again_and_ends_the_actor_only_if
     buffer, store = FakeBuffer(1, min_version=2), FakeStore()
     buffer.newest, store.silent = (0, 2), True
     with pytest.raises(PolicyTimeout, match=r"policy 0\.2.*serves 0\.0.*did not answer"):
-        await run_to_end(make_actor(buffer, FakeEngine(), store, weight_sync={"update_timeout_s": 0.5}))
+        await run_to_end(make_actor(buffer, FakeEngine(), store, clock=lambda: 200 * time.monotonic()))
 
 
-async def test_a_fetch_that_takes_too_long_is_a_refusal_and_no_second_one_starts_beside_it():
-    engine, store, clock = FakeEngine(), FakeStore(), Clock()
-    actor = make_actor(FakeBuffer(0), engine, store, clock=clock, weight_sync={"update_timeout_s": 0.5})
+async def test_a_fetch_that_takes_too_long_is_a_refusal_and_no_second_one_starts_beside_it(monkeypatch):
+    engine, store, clock, loop = FakeEngine(), FakeStore(), Clock(), asyncio.get_running_loop()
+    actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
     await actor.start()
     store.version = PolicyVersion(0, 1)
     store.may_fetch.clear()
-    await actor._follower.update()
-    assert "0.1: not read and verified within weight_sync.update_timeout_s = 0.5 s" in actor.report().refused
+    update, now_s = asyncio.create_task(actor._follower.update()), loop.time
+    await until(lambda: store.fetched)
+    monkeypatch.setattr(loop, "time", lambda: now_s() + 120)
+    await update
+    assert "0.1: not read and verified within weight_sync.update_timeout_s = 120 s" in actor.report().refused
     clock.now_s += 3
     await actor._follower.update()
     assert "an earlier look has not ended" in actor.report().refused

@@ -50,16 +50,20 @@ def serve(tmp_path):
 
 
 def space_on_disk(service, monkeypatch):
-    """An event: until it is set, the disk of the service is full."""
-    has_space, write = threading.Event(), service._store.write
+    """An event, until which the disk of the service is full; and its clients' clock, which skips with each refusal."""
+    has_space, write, skipped_s = threading.Event(), service._store.write, [0.0]
 
     def full(change):
         if not has_space.is_set():
+            skipped_s[0] += 0.8
             raise StoreFull("no space is left")
         return write(change)
 
     monkeypatch.setattr(service._store, "write", full)
-    return has_space
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped_s[0])
+    monkeypatch.setattr("common.rpc.client.time", clock)
+    monkeypatch.setattr("learner.coordinator.time", clock)
+    return has_space, clock.monotonic
 
 
 def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait():
@@ -134,10 +138,11 @@ def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(s
     learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
     learner.connect()
     learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
-    assert len(client.lease(1).result(60).leases) == 1
     write, attempts = service._store.write, []
 
     def full(change):
+        if service._core.leases.due_in_s() is None:  # nothing is leased yet
+            return write(change)
         attempts.append(time.monotonic())
         # The change is made, and is then not committed.
         with pytest.raises(ZeroDivisionError):
@@ -145,6 +150,7 @@ def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(s
         raise StoreFull("no space is left")
 
     monkeypatch.setattr(service._store, "write", full)
+    assert len(client.lease(1).result(60).leases) == 1
     wait_until(lambda: len(attempts) > 2, "some attempts")
     assert attempts[2] - attempts[0] > 0.5
     monkeypatch.setattr(service._store, "write", write)
@@ -161,16 +167,16 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
     monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
-    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 2.0})
+    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 10.0})
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_addresses=(service.address,))
     coordinator = Coordinator(context, None, 64)
-    has_space = space_on_disk(service, monkeypatch)
-    began = time.monotonic()
+    has_space, now = space_on_disk(service, monkeypatch)
+    began = now()
     with pytest.raises(TimeoutError, match=f"{service.address} was asked to begin an incarnation .* s: no space is"):
-        coordinator.begin(3, 3, began + 3.0)
-    assert time.monotonic() - began > 3.0 > impatient.give_up_after_s + 2 * 0.1
-    threading.Timer(1.0, has_space.set).start()
-    coordinator.begin(3, 3, time.monotonic() + LIMIT_S)
+        coordinator.begin(3, 3, began + 11.0)
+    assert now() - began > 11.0 > impatient.give_up_after_s + 2 * 0.1
+    threading.Timer(0.3, has_space.set).start()
+    coordinator.begin(3, 3, now() + LIMIT_S)
     assert coordinator.resumed_at == {0: 3}
     assert coordinator.newest_published is None, "of this learner's no version is on disk yet"
     coordinator.published(PolicyVersion(0, 3))
@@ -192,17 +198,18 @@ def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_
     coordinator.begin(0, 0, time.monotonic() + LIMIT_S)
     coordinator.published(PolicyVersion(0, 0))
     coordinator.settle()
-    space_on_disk(service, monkeypatch)
-    began = time.monotonic()
+    has_space, now = space_on_disk(service, monkeypatch)
+    began = now()
     with pytest.raises(TimeoutError, match=f"{service.address} was asked to {what} and has let that wait"):
         coordinator.draw(1, 0, threading.Event(), lambda: None, score)
-    assert time.monotonic() - began > 1.0
+    assert now() - began > 1.0
+    has_space.set()
     coordinator.close()
 
 
 def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.02)  # as of many actors: the service never pauses
-    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 2.0)
+    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 60.0)
     service = serve()
     actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
     learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
@@ -233,6 +240,7 @@ def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve
     )
     monkeypatch.setattr(service._store, "write", write)
     assert pushed.result(60).outcome == "committed"
+    monkeypatch.setattr("buffer.service._FULL_HEARD_S", 0.5)
     says = lambda: learner.draw(1, 0, incarnation, 2, 0.0).result(60).waiting_for  # noqa: E731
     wait_until(lambda: says().startswith("step 1"), "room to be heard of")
     actor.close(1.0)
@@ -285,14 +293,15 @@ def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, mo
 
 def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 2.0})
-    has_space = space_on_disk(service, monkeypatch)
+    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 10.0})
+    has_space, now = space_on_disk(service, monkeypatch)
     client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=impatient)
-    began = time.monotonic()
+    until, hello = now() + 11.0, client.hello()
+    wait_until(lambda: client.put_off_because and now() > until, "its patience to be over")
     with pytest.raises(BufferUnavailable, match=f"welcome 'actor-0' within . s: {service.address} says: no space is"):
-        client.connect(began + 3.0)
-    assert time.monotonic() - began > 3.0 > impatient.give_up_after_s
-    threading.Timer(1.0, has_space.set).start()
+        client.connect(time.monotonic() + 0.2)
+    assert not hello.done()
+    threading.Timer(0.3, has_space.set).start()
     assert client.connect().epoch == 1
     assert client.put_off_because == ""
     client.close(1.0)

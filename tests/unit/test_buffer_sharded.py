@@ -78,13 +78,20 @@ def services(tmp_path):
     made.close()
 
 
+def opened(addresses, name="actor-0", role="actor", patience_s=60.0):
+    """A client of all shards, to which one is silent only after so long."""
+    client = open_client(addresses, run_id="r", role=role, name=name, config=CONFIG)
+    for shard in client._shards:
+        shard._patience_s = patience_s
+    return client
+
+
 @pytest.fixture
 def connect(services):
     clients = []
 
-    def make(name="actor-0", role="actor", addresses=None):
-        addresses = addresses or services.addresses
-        clients.append(open_client(addresses, run_id="r", role=role, name=name, config=CONFIG))
+    def make(name="actor-0", role="actor", addresses=None, **patience):
+        clients.append(opened(addresses or services.addresses, name, role, **patience))
         clients[-1].connect()
         return clients[-1]
 
@@ -165,9 +172,9 @@ def test_a_step_is_one_batch_in_the_order_of_the_shards_and_scores_find_their_re
     assert not waiting.ready
     assert "step 1 has 0 of 6 groups; shard 0 has 0" in waiting.waiting_for
     generate(actor, actor.lease(12).result(60).leases)
-    batch = learner.draw(1, 0, 0, 6, 2.0).result(60)
+    batch = learner.draw(1, 0, 0, 6, 60.0).result(60)
     assert batch.ready
-    assert learner.draw(1, 0, 0, 6, 2.0).result(60).record_ids == batch.record_ids
+    assert learner.draw(1, 0, 0, 6, 60.0).result(60).record_ids == batch.record_ids
     shards = [record % 3 for record in batch.record_ids]
     assert shards == sorted(shards)
     assert set(shards) == {0, 1, 2}
@@ -176,7 +183,7 @@ def test_a_step_is_one_batch_in_the_order_of_the_shards_and_scores_find_their_re
     assert batch.ledger["drawn"] == 12
     scores = [np.full(4, -record, np.float32) for record in batch.record_ids]
     learner.write_scores(batch.record_ids, scores).result(60)
-    again = learner.draw(1, 0, 0, 6, 2.0).result(60)
+    again = learner.draw(1, 0, 0, 6, 60.0).result(60)
     assert [row.reference_logprobs[0] for row in decode(again.body)] == [-record for record in batch.record_ids]
     learner.step_finished(1, 1).result(60)
     assert learner.status().result(60).ledger["trained"] == 12
@@ -187,11 +194,11 @@ def test_a_silent_shard_is_left_out_named_and_told_in_order_when_it_answers(conn
     while leases := actor.lease(24).result(60).leases:
         generate(actor, leases)
     assert learner.status().result(60).ledger["committed"] == 48
-    for shard in learner._shards:
-        shard._patience_s = 0.3
+    silent = learner._shards[1]
+    silent._patience_s = 0.3
     services.pause(1)
     for step in (1, 2):
-        batch = learner.draw(step, step - 1, 0, 6, 2.0).result(60)
+        batch = learner.draw(step, step - 1, 0, 6, 60.0).result(60)
         assert batch.ready, batch.waiting_for
         assert 1 not in {group % 3 for group in batch.group_ids}
         learner.step_finished(step, step).result(60)
@@ -202,7 +209,8 @@ def test_a_silent_shard_is_left_out_named_and_told_in_order_when_it_answers(conn
     waiting = learner.draw(3, 2, 0, 6, 0.1).result(60)
     assert f"shard 1: no answer from {services.addresses[1]}" in waiting.waiting_for
     services.resume(1)
-    batch = learner.draw(3, 2, 0, 6, 5.0).result(60)
+    silent._patience_s = 60.0
+    batch = learner.draw(3, 2, 0, 6, 60.0).result(60)
     assert 1 in {group % 3 for group in batch.group_ids}
     learner.step_finished(3, 3).result(60)
     after = learner.status().result(60)
@@ -211,7 +219,7 @@ def test_a_silent_shard_is_left_out_named_and_told_in_order_when_it_answers(conn
 
 def test_a_learner_waits_for_every_shard_before_it_begins(connect, services):
     services.pause(2)
-    learner = connect("learner", "learner")
+    learner = connect("learner", "learner", patience_s=0.5)
     begun = learner.begin_incarnation(0, 0)
     with pytest.raises(TimeoutError):
         begun.result(1.0)
@@ -221,8 +229,7 @@ def test_a_learner_waits_for_every_shard_before_it_begins(connect, services):
 
 def test_leases_that_a_silent_shard_granted_late_are_not_lost(connect, learner, services):
     actor = connect()
-    for shard in actor._shards:
-        shard._patience_s = 0.3
+    actor._shards[2]._patience_s = 0.3
     services.pause(2)
     first = actor.lease(6).result(60).leases
     assert {lease.lease_id % 3 for lease in first} == {0, 1}
@@ -261,10 +268,7 @@ def test_a_shard_without_credit_holds_up_no_push_to_another(tmp_path, monkeypatc
     """Rows of 320 kB, of which a client may have 1 MiB unacknowledged at each shard."""
     monkeypatch.setattr(service_module, "INBOX_BYTES", 2**20)
     services = Services(tmp_path, max_tokens=40_003, vocab_size=50_000, max_lag="unbounded")
-    actor, learner = (
-        open_client(services.addresses, run_id="r", role=name, name=name, config=CONFIG)
-        for name in ("actor", "learner")
-    )
+    actor, learner = (opened(services.addresses, name, name) for name in ("actor", "learner"))
     actor.connect()
     learner.connect()
     learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
@@ -368,7 +372,8 @@ async def test_what_a_shard_is_told_waits_until_it_has_answered_what_it_was_told
     shard = Shard(SimpleNamespace(shard=0), patience_s=1.0)
     told = [shard.tell(request) for _ in range(3)]
     for number in (1, 2, 3):
-        await asyncio.sleep(0.01)
+        for _ in range(100):  # turns of the loop, of which it needs a few
+            await asyncio.sleep(0)
         assert len(made) == number
         made[-1].set_result(number)
     assert [await task for task in told] == [1, 2, 3]
@@ -389,13 +394,13 @@ def test_what_waits_fails_when_the_client_is_closed_and_nothing_can_follow(conne
 
 def test_a_shard_that_never_answers_is_an_error_that_names_it(services, monkeypatch):
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 0.5)
-    config = CONFIG.model_copy(update={"give_up_after_s": 1.0})
-    client = open_client(services.addresses, run_id="r", role="learner", name="learner", config=config)
+    client = opened(services.addresses, "learner", "learner")
     assert isinstance(client, ShardedClient)
     client.connect()
     client.begin_incarnation(0, 0).result(60)
-    for shard in client._shards:
-        shard._patience_s = 0.2
+    silent = client._shards[1]
+    silent._patience_s, transport = 0.2, silent.client._transport
+    transport._patience = replace(transport._patience, give_up_s=1.0)
     services.pause(1)
     with pytest.raises(BufferUnavailable, match=f"shard 1: the buffer service at {services.addresses[1]}"):
         publish_for(client, 60.0)
@@ -404,7 +409,7 @@ def test_a_shard_that_never_answers_is_an_error_that_names_it(services, monkeypa
 
 def test_shards_that_put_the_greeting_off_are_named_with_their_reasons(services, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    client = open_client(services.addresses, run_id="r", role="actor", name="actor-0", config=CONFIG)
+    client = opened(services.addresses)
     writes = [service._store.write for service in services.services]
 
     def full(_):
@@ -413,8 +418,11 @@ def test_shards_that_put_the_greeting_off_are_named_with_their_reasons(services,
     for service in services.services:
         monkeypatch.setattr(service._store, "write", full)
     whys = "; ".join(f"{address} says: no space is left" for address in services.addresses)
-    with pytest.raises(BufferUnavailable, match=f"did not welcome 'actor-0' within 1 s: {whys}"):
-        client.connect(time.monotonic() + 1.0)
+    with pytest.raises(BufferUnavailable, match="did not welcome 'actor-0' within 0 s"):
+        client.connect(time.monotonic())
+    wait_until(lambda: all(shard.client.put_off_because for shard in client._shards), "all shards to refuse")
+    with pytest.raises(BufferUnavailable, match=f"did not welcome 'actor-0' within 0 s: {whys}"):
+        client.connect(time.monotonic() + 0.2)
     for service, write in zip(services.services, writes, strict=True):
         monkeypatch.setattr(service._store, "write", write)
     assert client.connect(time.monotonic() + 60).epoch == 1

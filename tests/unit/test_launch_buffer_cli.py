@@ -329,7 +329,7 @@ class Live:
         while not self.ended.is_set() and (leases := self.actor.lease(1).result(60).leases):
             rows = [make_trajectory(leases[0], index, seq=0) for index in range(4)]
             for future in [self.actor.push(row) for row in rows]:
-                assert future.result(60).outcome == "committed"
+                assert future.result(60).outcome in ("committed", "duplicate")  # what is slow is sent again
                 self.num_committed += 1
             self.ended.wait(0.005)
 

@@ -16,7 +16,7 @@ from launch.processes import actor_pools as pools_module
 from launch.processes import actor_role as role_module
 from launch.processes.actor_pools import CALM_S, MAX_SIGTERMS, ActorPools
 from launch.processes.actor_role import ActorRole, ToldToEnd
-from tests.unit.fake_actor import FakeBuffer, FakeEngine, K, make_actor, until
+from tests.unit.fake_actor import FakeBuffer, FakeEngine, K, jump, make_actor, until
 from tests.unit.fake_actor_process import Handle, Room, worker
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -51,9 +51,15 @@ async def running(monkeypatch, engine):
 
 
 async def test_at_sigterm_what_runs_is_handed_on_before_anybody_is_told_and_then_the_process_ends(monkeypatch):
-    engine = FakeEngine(600)
+    monkeypatch.setattr("actors.loop._LEASE_POLL_S", (0.0, 0.0))  # it asks in every turn
+    engine, asked = FakeEngine(600), []
     role, buffer, work = await running(monkeypatch, engine)
-    asked = buffer.granted, len(buffer.asked)
+
+    def hand_on(*left, **options):
+        asked.append(len(buffer.asked))
+        return FakeBuffer.hand_on(buffer, *left, **options)
+
+    buffer.hand_on = hand_on
     role.sigterm()
     for call in (work, role.run(), role.evaluate(None)):
         with pytest.raises(ToldToEnd, match=f"^left by SIGTERM, {2 * K} samples handed on$"):
@@ -62,7 +68,7 @@ async def test_at_sigterm_what_runs_is_handed_on_before_anybody_is_told_and_then
         (n, list(range(K))) for n in (1, 2)
     ]
     assert all(len(rows) == K for _, _, rows, _ in buffer.handed_on), "their tokens are with them"
-    assert (buffer.granted, len(buffer.asked)) == asked
+    assert asked == [len(buffer.asked)] * 2, "it leases while it lets go"
     assert (buffer.closed, engine.stopped) == (True, True)
     await asyncio.wait_for(role.exited.wait(), 60)
 
@@ -107,11 +113,18 @@ async def test_a_buffer_that_does_not_answer_keeps_it_no_longer_than_a_goodbye_a
 
 
 async def test_samples_that_do_not_end_in_time_are_handed_on_all_the_same(monkeypatch):
-    monkeypatch.setattr("actors.held.GOODBYE_S", 1.0)
-    engine = FakeEngine(600)
+    for where in ("actors.held", "actors.loop", "launch.processes.actor_role"):
+        monkeypatch.setattr(f"{where}.GOODBYE_S", 200.0)
+    engine, asked = FakeEngine(600), []
     role, buffer, work = await running(monkeypatch, engine)
-    engine.interrupt = lambda _: asyncio.sleep(0)
+
+    async def interrupt(keys):
+        asked.append(keys)
+
+    engine.interrupt = interrupt
     role.sigterm()
+    await until(lambda: len(asked) == 2)
+    jump(monkeypatch, 140.0)
     with pytest.raises(ToldToEnd, match=f"^left by SIGTERM, {2 * K} samples handed on$"):
         await asyncio.wait_for(work, 60)
     assert [len(rows) for _, _, rows, _ in buffer.handed_on] == [K, K], "their tokens are with them"

@@ -1,6 +1,7 @@
 """What a machine keeps of the weights that it fetched, who waits for whom, and what an actor refuses."""
 
 import fcntl
+import functools
 import os
 import shutil
 import stat
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, v, weights
+from tests.world.waiting import wait_until
 from weight_sync import host_folder
 from weight_sync.host_folder import HostFolder, folder_for, lock_within, locked
 from weight_sync.manifest import MANIFEST_NAME, TransferFailed, WeightsCorrupt, WeightsGone, build_manifest, file_name
@@ -186,15 +188,22 @@ def test_another_version_does_not_wait_for_one_whose_fetcher_is_stopped(machine:
             assert_holds(staged, 2)
 
 
-def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine: Machine):
-    config = machine.config.model_copy(update={"update_timeout_s": 2.0})
+def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine: Machine, monkeypatch):
+    now, waiting = [0.0], set()
+
+    def clock() -> float:
+        found = now[0]
+        waiting.add(threading.get_ident())
+        return found
+
     publish(machine.folder, 0)
-    pullers = [machine.puller(f"actor-{n}", config=config) for n in range(4)]
+    pullers = [machine.puller(f"actor-{n}") for n in range(4)]
     for puller in pullers:
         puller.fetch(v(0)).close()
     (staging,) = machine.staging_dir.iterdir()
     manifest = publish(machine.folder, 1)
     (staging / "0.1").mkdir()
+    monkeypatch.setattr("weight_sync.staging.lock_within", functools.partial(lock_within, clock=clock))
     began = time.monotonic()
     with lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"):
         stale = (staging / "0.1" / f".{WHOLE}.partial").open("ab", buffering=0)
@@ -203,6 +212,8 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
         threads = [threading.Thread(target=lambda p=puller: staged.append(p.fetch(v(1)))) for puller in pullers]
         for thread in threads:
             thread.start()
+        wait_until(lambda: len(waiting) == 4, "all four to wait")
+        now[0] += machine.config.update_timeout_s / 4  # and no longer: whoever fetches now is not replaced
         for thread in threads:
             thread.join(60)
         stale.write(b"what it had still to write")

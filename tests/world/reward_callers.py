@@ -43,7 +43,7 @@ class InThisProcess:
         self.is_alive = False
 
 
-def scorer(*functions, retries=RETRIES, timeout_s=5.0, num_processes=4, start=None, **options):
+def scorer(*functions, retries=RETRIES, timeout_s=60.0, num_processes=4, start=None, **options):
     """A Scorer of plain functions (problems, completions) -> values."""
     by_name = {function.__name__: function for function in functions}
 
