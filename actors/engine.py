@@ -239,11 +239,7 @@ class Engine:
         return None
 
     async def _run(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        key: RequestKey | None,
-        prefix: Prefix | None,
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, key: RequestKey | None, prefix: Prefix | None
     ) -> tuple[PolicyVersion, RequestOutput]:
         """Send one request; the version that it was sent under, and its output."""
         from vllm.inputs.engine import tokens_input
@@ -304,11 +300,7 @@ class Engine:
         self._verified = _update_of(staged)
 
     async def apply(
-        self,
-        staged: StagedVersion,
-        kv_cache: Literal["keep", "recompute"],
-        *,
-        timeout_s: float = 120.0,
+        self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
     ) -> UpdateTiming:
         """Put newer weights under the running requests. New requests wait until it is done.
 

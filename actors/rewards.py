@@ -167,12 +167,7 @@ class _Lane:
     """The calls of one function: batches what arrives in one turn of the event loop, isolates what fails."""
 
     def __init__(
-        self,
-        function: RewardFunction,
-        limits: ScorerLimits,
-        retries: int,
-        start: Start,
-        clock: Callable[[], float],
+        self, function: RewardFunction, limits: ScorerLimits, retries: int, start: Start, clock: Callable[[], float]
     ) -> None:
         self.function = function
         self._limits = limits

@@ -53,12 +53,7 @@ class OAPLConfig(WeighedGroupSection):
     @property
     def needs(self) -> Needs:
         """A prompt's samples for V, and the policy that sampled."""
-        return Needs(
-            groups=True,
-            prompts=self.compare == "prompt",
-            behaviour=True,
-            separable="sequence",
-        )
+        return Needs(groups=True, prompts=self.compare == "prompt", behaviour=True, separable="sequence")
 
 
 def oapl(config: OAPLConfig, inputs: LossInputs) -> LossOutput:

@@ -19,18 +19,7 @@ from buffer.config import BufferConfig
 from buffer.dispatch import MOST_LOOKED_AT
 from buffer.errors import BufferRefused, NotBelieved
 from buffer.groups import Groups
-from buffer.protocol import (
-    GiveUp,
-    HandOn,
-    Hello,
-    Lease,
-    LeaseGrant,
-    LeaseRequest,
-    Push,
-    Renew,
-    RenewReply,
-    Request,
-)
+from buffer.protocol import GiveUp, HandOn, Hello, Lease, LeaseGrant, LeaseRequest, Push, Renew, RenewReply, Request
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
 from common.rpc.messages import Asker

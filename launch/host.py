@@ -55,10 +55,7 @@ def configure_logging(file: Path | None = None) -> None:
     logging.raiseExceptions = False
     handler = logging.FileHandler(file) if file is not None else logging.StreamHandler(sys.stderr)
     logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        handlers=[handler],
-        force=True,
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler], force=True
     )
 
 

@@ -44,14 +44,7 @@ from launch.pools import actor_pools
 from launch.run_folder import WEIGHTS_KEY, RunFolder
 from planning.learner import NUM_TERMS, LearnerShape, terms
 from planning.lengths import LengthLaw, explained_by_prompt
-from planning.profile import (
-    EngineCosts,
-    LearnerCosts,
-    MachineFacts,
-    Profile,
-    SampleFacts,
-    WeightCosts,
-)
+from planning.profile import EngineCosts, LearnerCosts, MachineFacts, Profile, SampleFacts, WeightCosts
 from planning.world import Costs
 
 WARM_UP = 3

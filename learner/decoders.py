@@ -182,18 +182,19 @@ def split_layers(
     *,
     has_lm_head: bool = True,
     layers_per_chunk: Sequence[int] | None = None,
+    frozen: bool = False,
     recomputed: bool = False,
 ) -> list[tuple[int, int]]:
     """(first, end) of each chunk's layers: as `layers_per_chunk` says, or balanced by cost.
 
-    `layers_per_chunk` is of the model that is trained, and says nothing of one with another number of layers, which
-    scores beside it. `recomputed`: every layer is computed again in the backward pass.
+    `frozen`: this model scores beside the one that `layers_per_chunk` is of, which says nothing if it has more layers
+    or fewer. `recomputed`: every layer is computed again in the backward pass.
 
     Raises:
         ValueError: the family is unknown, there are more chunks than layers, or `layers_per_chunk` does not fit.
     """
-    if layers_per_chunk is not None and sum(layers_per_chunk) == config.num_hidden_layers:
-        return _as_told(layers_per_chunk, num_chunks)
+    if layers_per_chunk is not None and (not frozen or sum(layers_per_chunk) == config.num_hidden_layers):
+        return _as_told(layers_per_chunk, num_chunks, config.num_hidden_layers)
     layer_costs = _layer_costs(config, recomputed=recomputed)
     return balance(layer_costs, _embedding(config), _head(config) if has_lm_head else 0.0, num_chunks)
 
@@ -255,13 +256,13 @@ def balance(
     return list(itertools.pairwise(cuts))
 
 
-def _as_told(layers_per_chunk: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
+def _as_told(layers_per_chunk: Sequence[int], num_chunks: int, num_layers: int) -> list[tuple[int, int]]:
     told = list(layers_per_chunk)
-    if len(told) != num_chunks or min(told) < 1:
+    if len(told) != num_chunks or sum(told) != num_layers or min(told) < 1:
         raise ValueError(
-            f"learner.layers_per_chunk = {told} gives {len(told)} chunks, and learner.num_stages * learner.num_chunks "
-            f"asks for {num_chunks} of at least one layer each. Correct the list, or leave it out to have layers "
-            "balanced by cost"
+            f"learner.layers_per_chunk = {told} gives {len(told)} chunks with {sum(told)} layers in all; learner."
+            f"num_stages * learner.num_chunks asks for {num_chunks} of at least one layer each, and the model has "
+            f"{num_layers} layers. Correct the list, or leave it out to have layers balanced by cost"
         )
     return list(itertools.pairwise(itertools.accumulate(told, initial=0)))
 

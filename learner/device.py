@@ -190,7 +190,8 @@ def _need_of(
     }
     # of the whole draw at once; it keeps nothing for a backward pass
     scoring = {"between stages": between * num_scored, "a layer at work": per_layer}
-    frozen = [(2 if is_narrow else item) * _num_weights(_shares(stage, each, config), each) for each in references]
+    narrow = 2 if is_narrow else item
+    frozen = [narrow * _num_weights(_shares(stage, each, config, frozen=True), each) for each in references]
     if config.reference_offload == "none":
         static["reference"] = sum(frozen)
     else:  # one is there while it scores, and no other
@@ -200,12 +201,18 @@ def _need_of(
 
 
 def _shares(
-    stage: int, model: PreTrainedConfig, config: LearnerConfig, *, has_lm_head: bool = True
+    stage: int, model: PreTrainedConfig, config: LearnerConfig, *, has_lm_head: bool = True, frozen: bool = False
 ) -> list[StageShare]:
     """The chunks of a stage, as `model.load_stage` makes them."""
-    num_chunks, recomputed = config.num_stages * config.num_chunks, config.activation_checkpointing
-    fixed = config.layers_per_chunk
-    split = split_layers(model, num_chunks, has_lm_head=has_lm_head, layers_per_chunk=fixed, recomputed=recomputed)
+    num_chunks = config.num_stages * config.num_chunks
+    split = split_layers(
+        model,
+        num_chunks,
+        has_lm_head=has_lm_head,
+        layers_per_chunk=config.layers_per_chunk,
+        frozen=frozen,
+        recomputed=config.activation_checkpointing,
+    )
     return [StageShare(chunk, num_chunks, *split[chunk]) for chunk in range(stage, num_chunks, config.num_stages)]
 
 

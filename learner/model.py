@@ -313,12 +313,13 @@ def load_stage(
     dtype: torch.dtype = torch.float32,
     heads: Heads = "token",
     layers_per_chunk: Sequence[int] | None = None,
+    frozen: bool = False,
     activation_checkpointing: bool = False,
 ) -> StageModule:
     """Build chunk `index` of the `total` of a pipeline, and read its own tensors, and no others, from a checkpoint.
 
-    Chunks are counted from 0. The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk`: as
-    `split_layers`.
+    Chunks are counted from 0. The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk` and
+    `frozen`: as `split_layers`.
 
     Raises:
         ValueError: the model is of an unknown family, cannot be split so, or its files are damaged or not its own.
@@ -330,6 +331,7 @@ def load_stage(
         total,
         has_lm_head=heads != "value",
         layers_per_chunk=layers_per_chunk,
+        frozen=frozen,
         recomputed=activation_checkpointing,
     )
     _compute_buffers(whole)

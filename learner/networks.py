@@ -289,6 +289,7 @@ def load_chunks(
             dtype=widths[config.precision],
             heads=heads,
             layers_per_chunk=config.layers_per_chunk,
+            frozen=frozen,
             activation_checkpointing=config.activation_checkpointing,
         )
         for chunk in range(config.num_chunks)
@@ -304,12 +305,7 @@ def load_chunks(
 
 
 def load_networks(
-    path: Path,
-    config: LearnerConfig,
-    critic: CriticKind | None,
-    temperature: float,
-    mesh: Mesh,
-    device: torch.device,
+    path: Path, config: LearnerConfig, critic: CriticKind | None, temperature: float, mesh: Mesh, device: torch.device
 ) -> Networks:
     """This rank's share of a checkpoint folder as policy, and as a critic of this kind; all ranks call it together."""
     is_fused = critic == "model" and config.schedule == "fused" and mesh.place.num_stages > 1

@@ -103,12 +103,7 @@ class WeightClient:
         return decode(document, Manifest, f"the newest manifest from {self.address}") if document else None
 
     def read(
-        self,
-        version: PolicyVersion,
-        file: str,
-        total_bytes: int,
-        start: int,
-        write: Callable[[memoryview], None],
+        self, version: PolicyVersion, file: str, total_bytes: int, start: int, write: Callable[[memoryview], None]
     ) -> None:
         """Fetch a file of the manifest from `start` to its end.
 

@@ -53,12 +53,7 @@ class HostCopy:
     """
 
     def __init__(
-        self,
-        places: Sequence[TensorSlot],
-        dtypes: Sequence[str],
-        gpu: torch.device | None,
-        *,
-        is_needed: bool = True,
+        self, places: Sequence[TensorSlot], dtypes: Sequence[str], gpu: torch.device | None, *, is_needed: bool = True
     ) -> None:
         """Make room, and touch it: the first touch of memory takes longer than to fill it later.
 

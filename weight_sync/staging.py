@@ -165,11 +165,7 @@ class HostStaging(HostFolder):
 
     def _lock(self, path: Path, progress: Callable[[], int]) -> BinaryIO:
         return lock_within(
-            path,
-            self._patience_s,
-            who=self._who,
-            what=f"version {path.name} in {self.store.folder}",
-            progress=progress,
+            path, self._patience_s, who=self._who, what=f"version {path.name} in {self.store.folder}", progress=progress
         )
 
     def _oust(self, path: Path, waited_for: int | None, folder: Path, error: TransferFailed) -> None:
@@ -311,12 +307,7 @@ def _touched_ns(path: Path) -> int:
 
 
 def fetch(
-    client: WeightClient,
-    manifest: Manifest,
-    dtype: str,
-    folder: Path,
-    get_on: GetOn,
-    parent_folder: Path | None = None,
+    client: WeightClient, manifest: Manifest, dtype: str, folder: Path, get_on: GetOn, parent_folder: Path | None = None
 ) -> None:
     """Fetch the files of a version that are not in its folder yet, with a parent's folder as changes of that.
 

@@ -177,12 +177,7 @@ class Inspection:
         return {store.facts.shard: look_at(store, lambda tx: tx.state) for store in self.stores}
 
     def groups(
-        self,
-        wanted: Selection,
-        *,
-        by: Order | None = None,
-        newest_first: bool = False,
-        with_samples: bool = False,
+        self, wanted: Selection, *, by: Order | None = None, newest_first: bool = False, with_samples: bool = False
     ) -> Iterator[GroupView]:
         """The groups wanted: shard by shard by their ids, or all shards together in the order of a value.
 

@@ -54,11 +54,7 @@ def admission_shares(num_prompts: int, num_shards: int, capacity: int) -> list[i
 
 
 def apportion(
-    total: int,
-    weights: Sequence[int],
-    *,
-    limits: Sequence[int] | None = None,
-    given: Sequence[int] | None = None,
+    total: int, weights: Sequence[int], *, limits: Sequence[int] | None = None, given: Sequence[int] | None = None
 ) -> list[int]:
     """Divide `total` whole things in proportion to weights, as Webster's method does: the sum is exact.
 

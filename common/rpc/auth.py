@@ -139,12 +139,7 @@ class Doorkeeper:
     """
 
     def __init__(
-        self,
-        service: zmq.Socket[bytes],
-        keys: ServiceKeys,
-        who: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, service: zmq.Socket[bytes], keys: ServiceKeys, who: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Start, before the socket binds; its context must have no other ZAP handler. The log names the service so."""
         self._keys = keys

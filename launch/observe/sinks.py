@@ -167,11 +167,7 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
 
     tracking = config.tracking
     settings = wandb.Settings(
-        silent=True,
-        console="off",
-        init_timeout=INIT_TIMEOUT_S,
-        finish_timeout=FINISH_TIMEOUT_S,
-        x_disable_stats=True,
+        silent=True, console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, x_disable_stats=True
     )
     try:
         run = wandb.init(

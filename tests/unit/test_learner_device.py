@@ -179,6 +179,9 @@ def test_every_teacher_is_counted_by_its_own_size_and_the_largest_alone_where_th
     assert alone[1] > 3 * alone[0] > 0
     assert reference(teachers) == sum(alone)
     assert reference(teachers, "cpu") == alone[1]
+    with_layers = LearnerConfig(num_stages=2, layers_per_chunk=(4, student.num_hidden_layers - 4))
+    need = memory_need(student, with_layers, update_tokens=64, references=teachers)
+    assert need.parts["reference"] > 0, "the list is of the student, and its teachers have more layers"
 
 
 def test_all_stages_together_hold_every_weight_once():
