@@ -192,11 +192,6 @@ class BufferClient:
         """Counts the processes of this name; 0 before `connect`."""
         return self._epoch
 
-    @property
-    def heard_at(self) -> float:
-        """When the service last answered anything, on the monotonic clock."""
-        return self._transport.heard_at
-
     def status(self) -> Future[p.Status]:
         """The ledger and what is in flight."""
         return self._ask(p.StatusRequest(), p.Status)

@@ -103,11 +103,6 @@ class ShardedClient:
         return await_welcome(self._submit(self._connect), clients, self._config, deadline)
 
     @property
-    def heard_at(self) -> float:
-        """When any shard last answered anything, on the monotonic clock."""
-        return max(shard.client.heard_at for shard in self._shards)
-
-    @property
     def put_off_because(self) -> str:
         """Why shards last asked to try again later; empty where all have answered since."""
         return "; ".join(dict.fromkeys(filter(None, (shard.client.put_off_because for shard in self._shards))))
