@@ -190,8 +190,8 @@ def _need_of(
     }
     # of the whole draw at once; it keeps nothing for a backward pass
     scoring = {"between stages": between * num_scored, "a layer at work": per_layer}
-    narrow = 2 if is_narrow else item
-    frozen = [narrow * _num_weights(_shares(stage, each, config, frozen=True), each) for each in references]
+    frozen_item = 2 if is_narrow else item
+    frozen = [frozen_item * _num_weights(_shares(stage, each, config, frozen=True), each) for each in references]
     if config.reference_offload == "none":
         static["reference"] = sum(frozen)
     else:  # one is there while it scores, and no other

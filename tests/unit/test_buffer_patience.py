@@ -165,7 +165,6 @@ def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(s
 
 def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch, tmp_path):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
     service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 10.0})
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_addresses=(service.address,))
