@@ -201,10 +201,10 @@ class Doorkeeper:
             if self._bell_inside in ready:
                 return
             try:
+                # events first: who asks has come by now, and whoever went before that must not go in this one's stead
+                self._follow()
                 if self._questions in ready:
                     self._answer()
-                if self._events in ready:
-                    self._follow()
                 self._complain()
             except Exception:  # without its thread the door would be shut for the run's own clients too
                 log.exception("the door of %s failed at one thing and goes on; strangers may be miscounted", self._who)

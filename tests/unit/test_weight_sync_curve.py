@@ -142,7 +142,29 @@ def test_without_a_handler_nobody_is_let_in(keys, locked):
     assert not locked.hears(0.5)
 
 
-def test_strangers_are_named_with_their_address_at_most_once_a_minute(keys, caplog):
+def test_who_goes_while_the_next_one_asks_is_counted_once_each(keys, locked, monkeypatch):
+    is_told, may_go_on = threading.Event(), threading.Event()
+
+    def stands_still(reason, address):
+        monkeypatch.undo()
+        is_told.set()
+        assert may_go_on.wait(60.0)
+        locked.door._refused(reason, address)
+
+    monkeypatch.setattr(locked.door, "_refused", stands_still)
+    stranger = strangers(keys)["a key of its own"]
+    locked.client(**stranger)
+    assert is_told.wait(60.0)
+    locked.client(**stranger)
+    time.sleep(0.5)  # the first one is gone by now, and the second one has asked
+    may_go_on.set()
+    locked.wait_for_refusals(2)
+    assert not locked.hears(0.3)
+    assert locked.door.num_refused == {"a key that is not of this run": 2}
+
+
+def test_strangers_are_named_with_their_address_at_most_once_a_minute(keys, caplog, monkeypatch):
+    monkeypatch.setattr("common.rpc.auth.HANDSHAKE_S", 60.0)  # who is slow is not cut off, and does not come again
     now = [0.0]
     with caplog.at_level(logging.DEBUG), contextlib.closing(Locked(keys, clock=lambda: now[0])) as locked:
         for second, number, lines in ((0.0, 1, 1), (2.0, 3, 1), (60.5, 6, 2)):
