@@ -24,7 +24,7 @@ from common.hf_folder import check_model_folder
 from common.serving_model import prepare_serving_model
 
 SAMPLING_LIMIT_S = 240.0
-TRAINING_LIMIT_S = 300.0
+TRAINING_LIMIT_S = 900.0
 DTYPE = "bfloat16"
 SMALL_RATE, LARGE_RATE = 1e-6, 1e-5
 
@@ -93,7 +93,7 @@ class Setting:
 NUM_ACTORS = 2
 NUM_RUNNING = 24
 START_LIMIT_S = 300.0
-STEP_LIMIT_S = 120.0
+STEP_LIMIT_S = 360.0
 
 
 def update(setting: Setting) -> Figures:
