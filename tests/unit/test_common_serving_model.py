@@ -84,7 +84,7 @@ def test_every_run_of_a_model_serves_one_folder_which_takes_the_place_of_a_head_
     assert served.stat().st_ino == made
 
 
-@pytest.mark.filterwarnings("default::DeprecationWarning")  # of what vLLM imports to inspect a model
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports to inspect a model
 @pytest.mark.process  # it inspects the class of a model that it has not seen on this machine
 def test_engines_of_two_runs_look_up_one_compiled_model(tmp_path: Path, model, cache):
     from vllm.engine.arg_utils import AsyncEngineArgs
