@@ -208,11 +208,14 @@ def doctor(parsed: argparse.Namespace) -> int:
     from launch.config import load_config
     from launch.doctor.checkup import checkup
     from launch.doctor.machine import show
+    from launch.text import progress_line
 
     if parsed.config is None and parsed.overrides:
         raise ConfigError("overrides are of a config; give it: leeway doctor CONFIG.toml ...")
     config = None if parsed.config is None else load_config(parsed.config, parsed.overrides)
-    findings = list(checkup(config, parsed.config))
+    with progress_line() as progress:
+        progress("looking at this machine; vLLM alone takes ten seconds to load", None)
+        findings = list(checkup(config, parsed.config))
     num_problems = sum(finding.state == "problem" for finding in findings)
     if parsed.json:
         print(json.dumps({"problems": num_problems, "findings": [asdict(each) for each in findings]}, indent=2))

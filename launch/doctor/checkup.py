@@ -34,6 +34,7 @@ from launch.doctor.machine import (
     check_programs,
     check_shm,
     examine,
+    late,
     ok,
     problem,
     warning,
@@ -50,8 +51,6 @@ SHOWN = ("torch", "transformers", "ray", "pyarrow", "lmdb", "pyzmq")
 IMPORT_LIMIT_S = 24.0
 CUDA_IMPORT_LIMIT_S = 120.0
 """The CUDA build loads gigabytes of libraries, which a disk reads once."""
-BUSY = 2.0
-"""Processes that want to run, per core."""
 CLUSTER_FILE = "ray_current_cluster"
 """In which Ray notes, in its folder, the address of the cluster that `ray start` made on this machine."""
 TORCHVISION_TRAP = ("torchvision", "torchaudio", "torchcodec")
@@ -115,11 +114,9 @@ def check_import(python: str = sys.executable, limit_s: float | None = None) -> 
             [python, "-c", _PROBE], capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
         )
     except subprocess.TimeoutExpired:
-        load = os.getloadavg()[0] / (os.cpu_count() or 1)
-        tell = warning if load > BUSY else problem  # on an idle machine it takes ten seconds
-        return tell(
+        return late(  # on an idle machine it takes ten seconds
             "import vllm",
-            f"not done within {limit_s:g} s, at {load:.0f} busy processes per core",
+            f"not done within {limit_s:g} s",
             f'see what it waits for: {python} -X importtime -c "import vllm"',
         )
     lines = done.stdout.strip().splitlines()

@@ -42,6 +42,8 @@ from launch.text import gib
 State = Literal["ok", "warning", "problem"]
 LIMIT_S = 28.0
 """Of all checks together, where none is known to take longer."""
+BUSY = 2.0
+"""Processes that want to run, per core."""
 _STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 OPEN_FILES = 4096
 """Ray, the services and the engines of a small run take a few hundred; a large one has thousands of connections."""
@@ -98,10 +100,16 @@ def problem(name: str, found: str, remedy: str) -> list[Finding]:
     return [Finding(name, "problem", found, remedy)]
 
 
+def late(name: str, found: str, remedy: str) -> list[Finding]:
+    """A check that is not done in time: a problem, but a warning where others kept the cores busy."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return (warning if load > BUSY else problem)(name, f"{found}, at {load:.0f} busy processes per core", remedy)
+
+
 def examine(checks: Sequence[tuple[str, Check]], limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """Run all named checks at once, and yield what they find, in their order.
 
-    One that raises, or is not done within `limit_s` of all together, is a problem of its name.
+    One that raises is a problem of its name, and so is one that is `late`: not done within `limit_s` of all together.
     """
     threads = DaemonThreads("doctor", max(1, len(checks)))
     deadline = time.monotonic() + limit_s
@@ -110,7 +118,7 @@ def examine(checks: Sequence[tuple[str, Check]], limit_s: float = LIMIT_S) -> It
             yield from future.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeout:
             hangs = "something that it looks at hangs, such as a network file system or a broken GPU driver"
-            yield from problem(name, f"no answer within {limit_s:g} s", hangs)
+            yield from late(name, f"no answer within {limit_s:g} s", f"{hangs}; or look again when fewer programs run")
         except Exception as error:  # a check that is at a loss says so, and the others go on
             text = str(error).splitlines()[0] if str(error) else "no reason given"
             yield from problem(name, f"could not be looked at: {type(error).__name__}: {text}", "see to that first")

@@ -90,8 +90,7 @@ def head(status: RunStatus, now_s: float, width: int, gone: str, note: str) -> l
         state, style = gone, "red"
     else:
         state, style = f"{status.phase}, for {duration(now_s - status.phase_since_s)}", "green"
-    until_s = ended.at_s if ended is not None else status.written_s if gone else now_s
-    first = Text.assemble((status.run, "bold"), "  ", duration(until_s - status.started_s), "  ")
+    first = Text.assemble((status.run, "bold"), "  ", duration(now_s - status.started_s), "  ")
     if note:
         first.append(f"[{note}]", style="reverse").append("  ")
     first.append(state, style=style)
@@ -297,7 +296,8 @@ class View:
     def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
         """`gone` says why the command is thought gone, empty where it is not; `note` stands beside the name."""
         self._snapshot = status
-        self._now_s = now_s
+        # nothing of a run that is over goes on
+        self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
         self._gone = gone
         self._note = note
 

@@ -104,6 +104,17 @@ def test_a_view_says_that_it_is_paused_and_that_the_command_is_gone():
     assert "the command is gone" in shown(recorded(), 80, 24, gone="the command is gone")[0]
 
 
+@pytest.mark.parametrize("how", ["done", "gone"])
+def test_nothing_of_a_run_that_is_over_goes_on(how):
+    """As where the command ended while actors evaluated; looked at an hour later."""
+    run = recorded("done" if how == "done" else "training")
+    evaluating = [msgspec.structs.replace(each, state="evaluating", since_s=run.written_s - 2.5) for each in run.actors]
+    run = msgspec.structs.replace(run, actors=evaluating)
+    view = View(run, run.written_s + 3600.0, gone="the command is gone" * (how == "gone"))
+    lines = [line.plain for line in view.lines(120, 60)]
+    assert sum("evaluating, for 0:00:02" in line for line in lines) == len(run.actors) == 2
+
+
 # --- the bars -----------------------------------------------------------------------------------------
 
 
