@@ -24,11 +24,10 @@ from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed, WeightsError
 from weight_sync.service_store import ServedVersions, UploadReceiver
-from weight_sync.store import WeightStore
+from weight_sync.store import PORT, WeightStore
 
 log = logging.getLogger(__name__)
 
-_PORT_NAME = "PORT"
 _IDLE_S = 0.2
 """How long a turn may wait for a message, which bounds how late `stop` is noticed."""
 _JOB_POLL_S = 0.005
@@ -88,7 +87,7 @@ class WeightService:
             TransferFailed: the address is in use or does not exist, or the port cannot be written down.
         """
         try:
-            remembered = self._store.folder / _PORT_NAME
+            remembered = self._store.folder / PORT
             return self._rpc.bind(self._config.host, self._config.port, remembered, section="weight_sync")
         except CannotBind as error:
             raise TransferFailed(str(error)) from error

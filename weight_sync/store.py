@@ -4,6 +4,7 @@
       STORE                               a random name, by which a program sees that it has the same folder before it
       NEWEST                              the newest committed version, in one small file
       REMOTE_READER                       touched whenever somebody reads over the network
+      PORT                                of the service, for the next one
       0.17/                               version 17 of learner incarnation 0
         part-0.bfloat16.safetensors       one file per pipeline stage and dtype
         part-0.bfloat16.delta             the same, as changes of the parent version; where that is smaller
@@ -47,6 +48,7 @@ from weight_sync.manifest import (
 
 _NEWEST_NAME = "NEWEST"
 _STORE_NAME = "STORE"
+PORT = "PORT"
 READERS_LOCK = "readers.lock"
 _REMOTE_READER = "REMOTE_READER"
 _REMOTE_READER_AGE_S = 300.0

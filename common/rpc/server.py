@@ -278,6 +278,13 @@ class RpcServer:
         return "" if run_id == self._run_id else f"this {service} serves run '{self._run_id}', not '{run_id}'"
 
 
+def forget_port(remembered: Path) -> None:
+    """Let the next service of the folder take any free port: no client knows the last one, and another program may."""
+    if _port_in(remembered):
+        with contextlib.suppress(OSError):  # the service says what is wrong with the disk
+            write_durably(remembered, b"0")
+
+
 def _port_in(file: Path) -> int:
     """The port that the last service of the folder had; 0 where there was none."""
     try:

@@ -21,7 +21,9 @@ from buffer.client import BufferClient
 from buffer.errors import BufferError, StoreError
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.sharding.division import new_folders
+from buffer.store import PORT as BUFFER_PORT
 from common.rpc.auth import ServiceKeys, is_loopback
+from common.rpc.server import forget_port
 from common.run import RunFacts
 from launch.processes.placement import here, spawn
 from launch.processes.role_process import (
@@ -36,6 +38,7 @@ from launch.processes.role_process import (
     outcome,
     results,
 )
+from weight_sync.store import PORT as WEIGHTS_PORT
 
 if TYPE_CHECKING:  # the process of a service, which imports this for its role, loads nothing that computes
     from buffer.config import BufferConfig
@@ -229,9 +232,11 @@ class BufferServices(Services):
             RunFailed: one did not start or does not answer, or the folder has a buffer of other shards.
         """
         try:
-            new_folders(self._plan.folder.buffer, self._config.shards)
+            folders = new_folders(self._plan.folder.buffer, self._config.shards)
         except StoreError as error:
             raise RunFailed(str(error)) from error
+        for folder in folders:
+            forget_port(folder / BUFFER_PORT)
         # The first one alone: where its store refuses the number of shards, no other is made.
         self._serve("buffer", [0], deadline)
         self._serve("buffer", range(1, self._config.shards), deadline)
@@ -303,6 +308,7 @@ class WeightServices(Services):
             RunFailed: it did not start.
         """
         if self._plan.config.weight_sync.transport != "folder":
+            forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve("weights", [0], deadline)
 
     def _who(self, number: int) -> str:

@@ -14,6 +14,8 @@ from buffer.outbox import size_bytes
 from buffer.protocol import STAGES, Lease
 from buffer.schema import HANDED_ON
 from buffer.service import BufferService, Credits
+from buffer.store import PORT
+from common.rpc.server import forget_port
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.trajectories import decode
@@ -220,6 +222,12 @@ def test_an_address_in_use_is_a_clear_error(tmp_path, monkeypatch):
     other = BufferService(CONFIG.model_copy(update={"port": port}), FACTS, tmp_path / "other")
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
         other.bind()
+    other.close()
+    # as where another program has the port of a run that is resumed
+    (tmp_path / "other" / PORT).write_text(str(port))
+    forget_port(tmp_path / "other" / PORT)
+    other = BufferService(CONFIG.model_copy(update={"host": "127.0.0.1"}), FACTS, tmp_path / "other")
+    assert int(other.bind().rsplit(":", 1)[1]) != port
     other.close()
     first.close()
 

@@ -17,7 +17,7 @@ from launch.checks import check
 from launch.config import load_config
 from launch.processes import services as services_module
 from launch.processes.role_process import RunFailed
-from launch.processes.services import WeightServices
+from launch.processes.services import BufferServices, WeightServices
 
 ROOT = Path(__file__).parents[2]
 MAX_RESTARTS = 3
@@ -107,6 +107,23 @@ def test_one_that_dies_is_started_again_on_the_port_that_the_configuration_says(
     run.made[0].has_ended = True
     run.service.watch()
     assert [one.port for one in run.made] == [4567, 4567]
+
+
+@pytest.mark.parametrize("which", ["weights", "buffer"])
+def test_a_new_command_takes_any_port_for_another_program_may_have_the_one_of_before(weights, monkeypatch, which):
+    run = weights("--buffer.host", "127.0.0.1")
+    service, port = run.service, run.plan.weights_folder / "PORT"
+    if which == "buffer":
+        monkeypatch.setattr(services_module, "open_client", lambda *_, **__: SimpleNamespace(connect=lambda _: None))
+        service, port = BufferServices(run.plan, run.plan.facts(64), print), run.plan.folder.buffer / "port"
+    port.parent.mkdir(parents=True)
+    port.write_text("4711")
+    service.start(deadline=1e9)
+    assert port.read_text() == "0"  # and not gone: it says that a store was served
+    port.write_text("4321")
+    run.made[0].has_ended = True
+    service.watch()
+    assert port.read_text() == "4321"  # which clients of this command know
 
 
 def test_one_that_dies_again_and_again_ends_the_run_with_its_log(weights):
