@@ -170,14 +170,18 @@ class Outbox:
 
     def _wait_for_credit(self) -> None:
         """Wait for an acknowledgement, as long as the service gives signs of life."""
-        since = time.monotonic()
+        since, was_silent = time.monotonic(), False
         while not self._freed.wait(1.0):
             silent_s = time.monotonic() - max(since, self._transport().heard_at)
-            if silent_s > self._config.give_up_after_s:
+            is_silent = silent_s > self._config.give_up_after_s
+            if (
+                is_silent and was_silent
+            ):  # once may be this process, stopped: the IO thread passes over that as it looks
                 raise BufferUnavailable(
                     f"the buffer service at {self._transport().address} acknowledged none of "
                     f"{self._outstanding_rows} trajectories for {silent_s:.0f} s"
                 )
+            was_silent = is_silent
             self._refuse_if_closed()
 
     def _refuse_if_closed(self) -> None:

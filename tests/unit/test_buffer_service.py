@@ -1,6 +1,7 @@
 """Client and service over real sockets, in threads of one process."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import size_bytes
-from buffer.protocol import STAGES, Lease
+from buffer.protocol import STAGES, Credit, Lease
 from buffer.schema import HANDED_ON
 from buffer.service import BufferService, Credits
 from buffer.store import PORT
@@ -213,6 +214,28 @@ def test_refusals_and_a_closed_client_raise(connect, service):
     for call in (client.status, lambda: client.lease(1)):
         with pytest.raises(BufferUnavailable, match="closed"):
             call()
+
+
+def test_who_pushes_does_not_take_its_own_standstill_for_the_silence_of_the_buffer(monkeypatch):
+    """Its threads go on in any order. The IO thread, here what is said at each look, passes over the time."""
+    now_s = 0.0
+    transport = SimpleNamespace(address="here", heard_at=0.0, has_ended=False, wake=lambda: None)
+    monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: now_s))
+    full = outbox.Outbox("actor-0", "r", CONFIG.model_copy(update={"give_up_after_s": 60.0}), lambda: transport)
+    full.open(0, Credit(rows=1, size_bytes=2**20))
+    trajectory = make_trajectory(Lease(1, 1, 1, 0, [0], 0, 60.0), 0, seq=0)
+    full.push(trajectory)
+    looks = iter([(100.0, 0.0), (101.0, 99.0), (160.0, 99.0), (161.0, 99.0)])
+
+    def wait(timeout_s: float) -> bool:
+        nonlocal now_s
+        now_s, transport.heard_at = next(looks)
+        return False
+
+    monkeypatch.setattr(full._freed, "wait", wait)
+    with pytest.raises(BufferUnavailable, match="acknowledged none of 1 trajectories for 62 s"):
+        full.push(trajectory)
+    assert list(looks) == []
 
 
 def test_an_address_in_use_is_a_clear_error(tmp_path, monkeypatch):
