@@ -25,7 +25,7 @@ test: install  ## unit, integration, property, faults and end to end (about 12 m
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/e2e tests/unit
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/integration tests/faults tests/property
 
-full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)
+full: install  ## the same with full counts, and runs that `make test` leaves out (two and a half to four hours)
 	$(FULL_COUNTS) -n 3 $(FILE_BY_FILE) tests/unit tests/integration tests/property
 	$(FULL_COUNTS) tests/faults tests/e2e
 
@@ -33,7 +33,7 @@ unit: install  ## each part by itself, without a process of ours: 2 minutes on 2
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/unit -m "not process"
 
 faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (for all of it: root, and apt's strace iptables iproute2 faketime)
-	@echo "Injecting every fault: about an hour on 2 cores"
+	@echo "Injecting every fault: one and a half to three hours on 2 cores"
 	LEEWAY_FAULTS_PAGE=docs/results/faults.md $(FULL_COUNTS) tests/faults -m fault -rs
 
 lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is installed
