@@ -174,9 +174,7 @@ class Outbox:
         while not self._freed.wait(1.0):
             silent_s = time.monotonic() - max(since, self._transport().heard_at)
             is_silent = silent_s > self._config.give_up_after_s
-            if (
-                is_silent and was_silent
-            ):  # once may be this process, stopped: the IO thread passes over that as it looks
+            if is_silent and was_silent:  # once may be this process, stopped: its IO thread passes over that
                 raise BufferUnavailable(
                     f"the buffer service at {self._transport().address} acknowledged none of "
                     f"{self._outstanding_rows} trajectories for {silent_s:.0f} s"

@@ -279,7 +279,7 @@ class RpcServer:
 
 
 def forget_port(remembered: Path) -> None:
-    """Let the next service of the folder take any free port: no client knows the last one, and another program may."""
+    """Let the next service take any free port: no client knows the last one, which another program may have."""
     if _port_in(remembered):
         with contextlib.suppress(OSError):  # the service says what is wrong with the disk
             write_durably(remembered, b"0")
