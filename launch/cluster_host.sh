@@ -134,7 +134,8 @@ facts() {
       ! listening "$address" "$each" || echo "taken $each $(listener "$each")"
     done
   fi
-  for other in $(pgrep -x raylet || true); do
+  # shellcheck disable=SC2046 # one argument per process; one that ended stays where nobody reaps, as in a container
+  for other in $(alive $(pgrep -x raylet || true)); do
     [[ " ${own//$'\n'/ } " == *" $other "* ]] ||
       echo "other $other $(tr '\0' '\n' <"/proc/$other/cmdline" | sed -n 's/^--session_dir=//p')"
   done

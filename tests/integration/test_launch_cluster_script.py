@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +219,22 @@ def test_an_interrupt_reaches_its_own_run_alone_and_no_process_that_has_its_numb
         for process in (ours, others):
             process.kill()
             process.wait()
+
+
+def test_a_ray_that_ended_and_that_nobody_reaped_is_not_in_the_way():
+    be_raylet = "open('/proc/self/comm', 'w').write('raylet')"
+    stays = f"{be_raylet}; print(flush=True); import time; time.sleep(60)"
+    with (
+        subprocess.Popen([sys.executable, "-c", stays], stdout=subprocess.PIPE) as running,
+        subprocess.Popen([sys.executable, "-c", be_raylet]) as ended,
+    ):
+        running.stdout.readline()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        facts = [str(ROOT / "launch" / "cluster_host.sh"), "facts", "127.0.0.1"]
+        told = subprocess.run(facts, capture_output=True, text=True, timeout=60, check=True).stdout
+        running.kill()
+    others = re.findall(r"^other (\d+)", told, re.MULTILINE)
+    assert (str(running.pid) in others, str(ended.pid) in others) == (True, False)
 
 
 def test_a_folder_that_another_user_may_have_made_is_not_used(host, tmp_path):
