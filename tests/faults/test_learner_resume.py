@@ -70,12 +70,17 @@ class Recorded:
 
 def losses_of(run: LearnerRun) -> dict[int, tuple[float, int]]:
     """Loss and version of every step; a step that was done again must have done the same."""
-    found: dict[int, tuple[float, int]] = {}
+    first: dict[int, dict] = {}
+    unlike: list[dict] = []
     for report in run.reports():
-        seen = (report["loss"], report["version"])
-        assert found.setdefault(report["step"], seen) == seen, f"step {report['step']} went another way when redone"
-    assert sorted(found) == list(range(1, max(found) + 1)), "a step was skipped"
-    return found
+        step = report["step"]
+        before = first.setdefault(step, report)
+        unlike.append({name: (before[name], value) for name, value in report.items() if before[name] != value})
+        assert not unlike[-1].keys() & {"loss", "version"}, (
+            f"step {step} went another way when redone; each report beside the first of its step: {unlike}"
+        )
+    assert sorted(first) == list(range(1, max(first) + 1)), "a step was skipped"
+    return {step: (report["loss"], report["version"]) for step, report in first.items()}
 
 
 def counts_of(run: LearnerRun) -> dict[str, int]:
