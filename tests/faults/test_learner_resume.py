@@ -75,7 +75,7 @@ def losses_of(run: LearnerRun) -> dict[int, tuple[float, int]]:
     for report in run.reports():
         step = report["step"]
         before = first.setdefault(step, report)
-        unlike.append({name: (before[name], value) for name, value in report.items() if before[name] != value})
+        unlike.append({name: (before.get(name), value) for name, value in report.items() if before.get(name) != value})
         assert not unlike[-1].keys() & {"loss", "version"}, (
             f"step {step} went another way when redone; each report beside the first of its step: {unlike}"
         )
