@@ -152,11 +152,12 @@ def acknowledged(run: Life, capsys: pytest.CaptureFixture[str]) -> dict[tuple, d
 
 def test_it_trains_on_what_actors_sample_meanwhile_within_the_bound(run: Life):
     run.wait_for_steps(12)
+    # rarely where steps are short: an actor that waits for a lease gets it when a version comes out
+    run.wait_for("what lived through an update", lambda: any(row["lag/in_flight"] > 0 for row in run.steps()))
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert {row["buffer/ledger_gap"] for row in rows} == {0}
     assert 0 < max(row["lag/token_max"] for row in rows) <= 4
-    assert any(row["lag/in_flight"] > 0 for row in rows), "no trajectory lived through an update"
     assert rows[0]["mismatch/lag0_tokens"] > 0, "step 1 trains on version 0 alone"
     for row in rows:
         assert (row["mismatch/lag0_abs"] is None) == (row["mismatch/lag0_tokens"] == 0)
