@@ -27,6 +27,7 @@ from common.staleness import PolicyVersion
 from tests.faults.learner_stage_process import run_rank, run_scorer
 from tests.world.buffer import InProcessBuffer
 from tests.world.files import json_rows
+from tests.world.forks import FORKS
 from tests.world.ports import free_port
 from tests.world.run_context import run_facts
 
@@ -34,10 +35,6 @@ ROOT = Path(__file__).parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, VOCABULARY = 4, 3, 32
 MANY = 1000
 """A bound of lag that lets the groups of all steps be recorded before the first."""
-
-_FORKS = multiprocessing.get_context("forkserver")
-# a rank starts in a tenth of a second, for what it needs is imported already
-_FORKS.set_forkserver_preload(["tests.faults.learner_stage_process"])
 
 
 def make_model(folder: Path, *, tied: bool = False, num_layers: int = 2) -> None:
@@ -162,7 +159,7 @@ class Rank:
                 command = [sys.executable, "-m", "tests.faults.learner_stage_process", str(orders), str(number)]
                 self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
         else:
-            self._process = _FORKS.Process(target=run_rank, args=(orders, number, log))
+            self._process = FORKS.Process(target=run_rank, args=(orders, number, log))
             self._process.start()
 
     @property
@@ -274,7 +271,7 @@ class LearnerRun:
 
     def start_scorer(self) -> multiprocessing.process.BaseProcess:
         """Start a scorer beside the ranks."""
-        scorer = _FORKS.Process(target=run_scorer, args=(self.folder / "orders.json", self.folder / "scorer.log"))
+        scorer = FORKS.Process(target=run_scorer, args=(self.folder / "orders.json", self.folder / "scorer.log"))
         scorer.start()
         return scorer
 

@@ -32,6 +32,7 @@ def run_rank(orders_path: Path, rank: int, log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    assert "tests.world.learner" not in sys.modules, "it changes the learner: forks and scripts would not agree"
     warnings.filterwarnings("error", category=UserWarning, module="learner")
     main(orders_path, rank)
 

@@ -1,9 +1,12 @@
-"""What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes."""
+"""What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes.
+
+Whoever imports it has a learner with a shorter bucket and norms of float64, whose sums are rounded otherwise: none of
+two ranks that are compared to the bit does, or both.
+"""
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import time
 import warnings
@@ -34,6 +37,7 @@ from learner.networks import Networks, load_networks
 from learner.packing import PackingRule, micro_batches_asked
 from learner.reference import Reference, build_reference
 from learner.step import TrainStep
+from tests.world.forks import FORKS
 from tests.world.run_context import run_context, run_facts
 
 VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
@@ -43,11 +47,6 @@ TABLES = frozenset({"lag0_by_actor", "lag_by_actor"})
 """What is in a report and is no metric."""
 
 READS = ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "unique_dim")
-
-_FORKS = multiprocessing.get_context("forkserver")
-# a rank starts in a tenth of a second, for what it needs is imported already; all tests have one such server, so that
-# those of tests/faults take their ranks from it too
-_FORKS.set_forkserver_preload(["tests.world.learner", "tests.faults.learner_stage_process"])
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def run_ranks(module: str, folder: Path, shapes: list[tuple[int, int]]) -> None:
         places = [MeshPlace(rank, num_stages, num_replicas) for rank in range(num_replicas * num_stages)]
         logs = [folder / f"rank-{num_replicas}x{num_stages}-{place.rank}.log" for place in places]
         arguments = [(module, folder, place, log) for place, log in zip(places, logs, strict=True)]
-        ranks = [_FORKS.Process(target=run_rank, args=each) for each in arguments]
+        ranks = [FORKS.Process(target=run_rank, args=each) for each in arguments]
         for rank in ranks:
             rank.start()
         deadline_s = time.monotonic() + 200
