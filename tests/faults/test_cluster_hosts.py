@@ -26,7 +26,7 @@ def raylets(hosts) -> list[list[str]]:
     return [[line.split()[0] for line in host.inside("pgrep", "-x", "raylet").splitlines()] for host in hosts]
 
 
-def wait_until_checked(hosts) -> None:
+def wait_until_connected(hosts) -> None:
     """Until the head has a connection to the raylet of host FAST: one that goes before that is lost after 31 s."""
     raylet = rf"{re.escape(hosts[FAST].address)}\]?:{PORT + 12}\b"
     established = ("ss", "-Htn", "state", "established")
@@ -194,7 +194,7 @@ def test_a_host_without_leeway_is_named(cluster, hosts, tmp_path):
 @pytest.mark.fault("cluster", "a host loses its power", root=True, full=True)
 def test_a_dead_host_is_found_within_100_s(cluster, hosts, show):
     cluster.up()
-    wait_until_checked(hosts)
+    wait_until_connected(hosts)
     hosts[FAST].power_off()
     took_s = cluster.lost_after_s(hosts[FAST].address, 100)
     hosts[FAST].power_on()
@@ -206,7 +206,7 @@ def test_a_dead_host_is_found_within_100_s(cluster, hosts, show):
 @pytest.mark.fault("cluster", "a host is cut off for 30 s, nothing runs", root=True, full=True)
 def test_a_cut_of_30_s_loses_no_host(cluster, hosts, show):
     cluster.up()
-    wait_until_checked(hosts)
+    wait_until_connected(hosts)
     before = raylets(hosts)
     for _ in range(pick(1, 3)):
         hosts[FAST].cut()

@@ -1,7 +1,7 @@
 """What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes.
 
-Whoever imports it has a learner with a shorter bucket and norms of float64, whose sums are rounded otherwise: none of
-two ranks that are compared to the bit does, or both.
+Whoever imports it has a learner with a shorter bucket and norms of float64, whose sums are rounded otherwise. Of
+two ranks that are compared to the bit both import it, or neither.
 """
 
 from __future__ import annotations
