@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from actors.reward_process import CallFailed, RewardProcess, Value
+from actors.tasks.code import AT_ONCE
 from actors.tasks.config import Classifier, CodeRule, Judge
-from actors.tasks.rules import AT_ONCE
 from actors.tasks.task import Problem, RewardFunction, TaskError
 from buffer.ledger import REWARD_FAILED
 

@@ -26,8 +26,8 @@ import psutil
 from actors.config import ON_GPU_BYTES
 from actors.sandbox import HINT
 from actors.tasks import TaskError
+from actors.tasks.code import check_code
 from actors.tasks.config import CodeRule
-from actors.tasks.rules import check_code
 from common.process import DaemonThreads
 from launch.config import Config
 from launch.errors import ConfigError

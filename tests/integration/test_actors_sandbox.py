@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from actors import sandbox
-from actors.tasks import Problem, rules
+from actors.tasks import Problem, code
 from actors.tasks.config import CodeRule
 from tests.world.waiting import bound, wait_until
 
@@ -25,10 +25,10 @@ from tests.world.waiting import bound, wait_until
 @pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])
 def is_isolated(request, monkeypatch):
     """Where the kernel isolates them, and as where it does not."""
-    try_way = rules._try
+    try_way = code._try
     if not request.param:
-        monkeypatch.setattr(rules, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
-    elif not rules._way("code", CodeRule())[0].isolated:
+        monkeypatch.setattr(code, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
+    elif not code._way("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     return request.param
 
@@ -36,7 +36,7 @@ def is_isolated(request, monkeypatch):
 def rewards(source, tests, **keys):
     """What the rule gives to a program, once."""
     rule = CodeRule(**{"timeout_s": 20.0, **keys})
-    call = rules.load_code("code", rule, lambda problem: problem.columns["tests"])
+    call = code.load_code("code", rule, lambda problem: problem.columns["tests"])
     (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], [source]))
     return value
 
@@ -104,9 +104,9 @@ def commands():
 
 @pytest.mark.parametrize("as_nobody", [True, False])
 def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_else(tmp_path, monkeypatch, as_nobody):
-    try_way = rules._try
-    monkeypatch.setattr(rules, "_try", lambda rule, way: "no" if way.as_nobody > as_nobody else try_way(rule, way))
-    if not rules._way("code", CodeRule())[0].isolated:
+    try_way = code._try
+    monkeypatch.setattr(code, "_try", lambda rule, way: "no" if way.as_nobody > as_nobody else try_way(rule, way))
+    if not code._way("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -131,7 +131,7 @@ def is_a_test(process):
 
 
 def test_a_sandbox_that_is_killed_takes_its_program_along():
-    if not rules._way("code", CodeRule())[0].isolated:
+    if not code._way("code", CodeRule())[0].isolated:
         pytest.skip("this kernel isolates nothing")
     before = set(psutil.Process().children(recursive=True))
 
@@ -139,7 +139,7 @@ def test_a_sandbox_that_is_killed_takes_its_program_along():
         return [each for each in set(psutil.Process().children(recursive=True)) - before if is_a_test(each)]
 
     async def give_up():
-        call = rules.load_code("code", CodeRule(timeout_s=100.0), lambda problem: problem.columns["tests"])
+        call = code.load_code("code", CodeRule(timeout_s=100.0), lambda problem: problem.columns["tests"])
         tests = {"tests": ["assert True"]}
         task = asyncio.create_task(call([Problem("q", "q", tests)], ["import time\ntime.sleep(100)"]))
         await until(programs)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from actors.tasks import Problem, TaskError, check_task, load_reward, load_task, rules
+from actors.tasks import Problem, TaskError, check_task, code, load_reward, load_task, rules
+from actors.tasks.code import source_of
 from actors.tasks.config import CodeRule, ExactRule, ReasoningGymTask
-from actors.tasks.rules import check_rule, source_of
+from actors.tasks.rules import check_rule
 from actors.tasks.task import NoScore
 
 
@@ -234,9 +235,9 @@ def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, progr
         seen.append(given)
         return [True] * len(given)
 
-    monkeypatch.setattr(rules, "_way", lambda name, rule: (rules._Way(as_nobody=False, isolated=True), ""))
-    monkeypatch.setattr(rules, "_run", run)
-    call = rules.load_code("code", CodeRule(), lambda problem: problem.columns["tests"])
+    monkeypatch.setattr(code, "_way", lambda name, rule: (code._Way(as_nobody=False, isolated=True), ""))
+    monkeypatch.setattr(code, "_run", run)
+    call = code.load_code("code", CodeRule(), lambda problem: problem.columns["tests"])
     (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], ["a = 1"]))
     if programs is None:
         assert isinstance(value, NoScore)
@@ -269,7 +270,7 @@ METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
 def test_a_function_is_called_by_its_name_also_as_a_method_of_solution_and_may_be_wanted_in_a_list(
     program, wanted, passes
 ):
-    (test,) = rules._tests({"inputs": [[1, 2]], "outputs": [wanted], "fn_name": "add"})
+    (test,) = code._tests({"inputs": [[1, 2]], "outputs": [wanted], "fn_name": "add"})
     space = {}
     exec(program, space)
     with nullcontext() if passes else pytest.raises((AssertionError, NameError)):
@@ -280,17 +281,17 @@ def test_a_function_is_called_by_its_name_also_as_a_method_of_solution_and_may_b
 def test_a_kernel_that_isolates_nothing_is_told_of_once_or_refused_where_isolation_is_required(
     monkeypatch, caplog, require
 ):
-    monkeypatch.setattr(rules, "_try", lambda rule, way: "Operation not permitted" if way.isolated else "")
+    monkeypatch.setattr(code, "_try", lambda rule, way: "Operation not permitted" if way.isolated else "")
     rule = CodeRule(require_isolation=require)
     refused = pytest.raises(TaskError, match=r"code.require_isolation = true, but the kernel does not isolate")
     with refused if require else nullcontext():
-        rules.load_code("code", rule, lambda problem: None)
+        code.load_code("code", rule, lambda problem: None)
     if not require:
         assert "the kernel does not isolate the programs (Operation not permitted)" in caplog.text
         assert "they may use the network" in caplog.text
 
 
 def test_where_no_program_runs_at_all_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr(rules, "_try", lambda rule, way: "no memory")
+    monkeypatch.setattr(code, "_try", lambda rule, way: "no memory")
     with pytest.raises(TaskError, match=r"'code' cannot run a program here: no memory"):
-        rules.check_code("code", CodeRule())
+        code.check_code("code", CodeRule())

@@ -44,7 +44,6 @@ def test_no_package_of_ours_may_be_taken_for_one_in_the_folder_of_the_command(tm
 
 
 ALONE = {
-    "buffer.partials": "what of a lease outlives it, apart from who has it",
     "planning.bounds": "closed forms, which the simulator is held to",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",
     "launch.processes.reaper": "a program of its own, which imports the standard library alone",
