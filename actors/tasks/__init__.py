@@ -76,7 +76,7 @@ def check_task(
     of_prompts = b""
     if config.teacher_column is not None and teachers:
         of_prompts = teachers_of(split.train, config.teacher_column, teachers)
-    return replace(task.facts(of_prompts), end_of_turn=end_of_turn)
+    return replace(task.facts(of_prompts), end_of_turn=end_of_turn, column_digests=task.column_digests())
 
 
 def _check_named(

@@ -9,6 +9,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import xxhash
+
 from actors.tasks.config import FileTask, ReasoningGymTask, RewardModel, RewardRule
 from common.user_input import did_you_mean
 
@@ -97,6 +100,8 @@ class TaskFacts:
     """Of each training prompt the number of its teacher among those that were asked for; empty where none were."""
     end_of_turn: tuple[int, str] | None = None
     """The token that the chat template puts behind an answer, and its text; None where there is none."""
+    column_digests: Mapping[str, str] = field(default_factory=dict)
+    """By column: equal if reward functions read the same of every prompt. A process of the run leaves it empty."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,15 @@ class Task:
             digest.update(problem.text.encode() + b"\0")
         digest.update(teacher_of_prompt)
         return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest(), teacher_of_prompt)
+
+    def column_digests(self) -> dict[str, str]:
+        """Return a digest of each column over all prompts."""
+        found: dict[str, xxhash.xxh3_128] = {}
+        for number, problem in enumerate((*self.train, *self.heldout)):
+            for name, value in problem.columns.items():
+                entry = msgspec.json.encode((number, value), order="deterministic")
+                found.setdefault(name, xxhash.xxh3_128()).update(entry)
+        return {name: digest.hexdigest() for name, digest in found.items()}
 
     def encoded(self, encode: Callable[[list[str]], list[list[int]]], max_prompt_tokens: int) -> Task:
         """The same task with every prompt turned into token ids.

@@ -96,7 +96,23 @@ def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(
     assert (exact.name, short.name) == ("exact", "short")
     problem = task.prompt(0)
     assert load_reward(exact)([problem, problem], [problem.columns["answer"], "x"]) == [1.0, 0.0]
-    assert check_task(file_task) == task.facts()
+    facts = check_task(file_task)
+    assert (facts.fingerprint, facts.column_digests) == (task.facts().fingerprint, task.column_digests())
+
+
+def test_digests_tell_which_column_changed_and_neither_order_of_keys_nor_the_other_columns_matter(tmp_path, file_task):
+    def digests(**more) -> dict:
+        rows = [{"question": f"{n}+1", "answer": str(n + 1), "meta": {"a": n, "b": 0}} for n in range(20)]
+        rows[7] |= more
+        (tmp_path / "digested.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        task = file_task.model_copy(update={"path": str(tmp_path / "digested.jsonl")})
+        return check_task(task).column_digests
+
+    before = digests()
+    assert digests(meta={"b": 0, "a": 7}) == before
+    for more in ({"answer": "8 "}, {"answer": 8}, {"meta": {"a": 7, "b": 1}}):
+        (name,) = more
+        assert {each for each, digest in digests(**more).items() if digest != before[each]} == {name}
 
 
 def test_a_reward_file_may_hold_a_dataclass_and_import_what_lies_beside_it(tmp_path, file_task, monkeypatch):
