@@ -101,10 +101,10 @@ leeway() {
   fi
   # With a terminal there, the live view and Ctrl-C work as they do at the head; else signals are passed on.
   if [ -z "${LEEWAY_SSH:-}" ] && [ -t 0 ] && [ -t 1 ]; then ssh+=(-t); fi
-  "${ssh[@]}" "${hosts[0]}" "$command" <&0 &
+  (trap '' USR1 USR2 && exec "${ssh[@]}" "${hosts[0]}" "$command") <&0 &
   child=$!
   # shellcheck disable=SC2064 # the id of now
-  trap "on_head interrupt $(printf %q "$id") >/dev/null || true" INT TERM
+  trap "on_head interrupt $(printf %q "$id") >/dev/null || true" INT TERM USR1 USR2
   while :; do  # a signal ends the wait, and not the command
     code=0
     wait "$child" || code=$?

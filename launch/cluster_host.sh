@@ -184,6 +184,7 @@ start() {
     arguments+=(--address "$head:$port")
   fi
   with_token
+  trap '' USR1 USR2 # meant for the command of a run; Ray, which would die of them, inherits that they are ignored
   # `timeout` puts the daemons in its own process group, away from that of ssh
   timeout 90 "$bin/ray" start "${arguments[@]}" >"$session/start.log" 2>&1 </dev/null ||
     fail "Ray did not start: $(grep -v '^ *$' "$session/start.log" | tail -n 1)"

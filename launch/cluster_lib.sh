@@ -59,17 +59,21 @@ in_array() {
 # --- the host file ----------------------------------------------------------------------------------
 
 read_hosts() {
-  local line number=0
+  local line number=0 clean
+  # comments, a byte order mark, spaces that do not break, line ends of Windows and of old Macs
+  clean=(-e $'1s/^\xef\xbb\xbf//' -e $'s/\xc2\xa0/ /g' -e 's/\r$//' -e 's/\r/\n/g' -e 's/#[^\n]*//g')
   if [ -z "$hosts_file" ]; then
     hosts=(localhost) pools=("") addresses=("${LEEWAY_RAY_HOST:-127.0.0.1}")
     return
   fi
   { [ -f "$hosts_file" ] && [ -r "$hosts_file" ]; } ||
     fail "the host file $hosts_file cannot be read; examples/hosts.txt shows one" 2
+  [ "$(tr -dc '\000' <"$hosts_file" | wc -c)" -eq 0 ] ||
+    fail "the host file $hosts_file is not UTF-8 text (UTF-16?); save it as UTF-8" 2
   while IFS= read -r line || [ -n "$line" ]; do
     number=$((number + 1))
-    read_host "$hosts_file:$number" "${line%%#*}"
-  done <"$hosts_file"
+    read_host "$hosts_file:$number" "$line"
+  done < <(LC_ALL=C sed "${clean[@]}" "$hosts_file")
   [ ${#hosts[@]} -gt 0 ] || fail "the host file $hosts_file names no host; examples/hosts.txt shows one" 2
   check_addresses
 }
@@ -101,6 +105,7 @@ check_addresses() {
   local i advice="give its private address as the third word of its line in $hosts_file"
   for i in "${!hosts[@]}"; do
     [ -n "${addresses[$i]}" ] || fail "the address of ${hosts[$i]} is not known here; $advice" 2
+    [[ ${addresses[$i]} != *:* ]] || fail "${addresses[$i]} is an IPv6 address, and a cluster needs IPv4; $advice" 2
     [ ${#hosts[@]} -eq 1 ] || [[ ${addresses[$i]} != 127.* ]] ||
       fail "the address of ${hosts[$i]} is ${addresses[$i]} here, where no other host reaches it; $advice" 2
   done

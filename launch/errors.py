@@ -48,8 +48,8 @@ class Stopped(BaseException):
     """The run ends at once. Not an Exception, or a library that catches all of those would catch it too."""
 
 
-END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""What asks a run to end: Ctrl-C, a manager of jobs, a closed terminal."""
+END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+"""Requests to end a run: Ctrl-C, a closed terminal, and what job managers send, before the time limit or at it."""
 SAME_REQUEST_S = 0.3
 """Signals within so long of the first are one request: `timeout` sends its own twice, systemd SIGTERM and SIGHUP."""
 

@@ -31,7 +31,7 @@ def started(pid: int) -> str:
 
 def main() -> None:
     """Wait for the end of the command."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the command, whose end is what counts
     named: list[str] = []
     for line in sys.stdin:

@@ -93,7 +93,13 @@ def start_run(tmp_path):
 @pytest.mark.fault("S", "a signal", full=True)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    ("number", "send"), [*itertools.product(SIGNALS, (to_command, to_group)), (signal.SIGTERM, to_everybody)]
+    ("number", "send"),
+    [
+        *itertools.product(SIGNALS, (to_command, to_group)),
+        (signal.SIGUSR1, to_command),
+        (signal.SIGUSR2, to_group),
+        *((number, to_everybody) for number in (signal.SIGTERM, signal.SIGUSR1)),
+    ],
 )
 def test_a_signal_ends_a_run_soon_with_its_page(start_run, show, number, send, phase):
     num_steps = "2" if phase == "export" else "100000"

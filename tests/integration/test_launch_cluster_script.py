@@ -251,3 +251,34 @@ def test_a_head_on_loopback_is_told_under_its_own_address_which_ray_changes():
     gone = SimpleNamespace(node_manager_address="192.0.2.2", state=1, resources_total={})
     assert lines([gone, node], "127.0.0.1") == ["127.0.0.1 up 4 0 a"]
     assert lines([gone, node], "192.0.2.1") == ["192.0.2.2 up 4 0 a"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{h} learner\r\n{e} exact\r\n{f} fast\r\n".encode("utf-8-sig"),
+        b"{h} learner\r{e} exact\r{f} fast",
+        b"# the head first\r\n\r\n{h} learner \t\r\n  {e}\xc2\xa0exact # \xe4\r\n\t{f}\tfast",
+    ],
+    ids=["Windows", "old Mac", "white space"],
+)
+def test_a_host_file_is_read_however_its_lines_end_and_whatever_marks_its_start(told, content):
+    for name, host in ((b"{h}", HEAD), (b"{e}", EXACT), (b"{f}", FAST)):
+        content = content.replace(name, host.encode())
+    told.file.write_bytes(content)
+    assert told.call("up", told.file) == (0, "")
+    assert told.remembered == f"{HEAD} learner {HEAD}\n{EXACT} exact {EXACT}\n{FAST} fast {FAST}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("10.9.0.1 learner\n".encode("utf-16"), "is not UTF-8 text (UTF-16?); save it as UTF-8"),
+        (b"10.9.0.1 learner\r\n10.9.0.2 a b c\r\n", "hosts.txt:2: 'c' is too much"),
+        (b"head all fd00::1\n", "fd00::1 is an IPv6 address, and a cluster needs IPv4; give its private address as"),
+    ],
+)
+def test_a_host_file_that_cannot_be_used_is_refused_in_one_sentence(told, content, why):
+    told.file.write_bytes(content)
+    status, said = told.call("up", told.file)
+    assert (status, said.count("\n"), why in said) == (2, 1, True), said

@@ -1,14 +1,16 @@
-"""Ctrl-C, SIGTERM and a hangup: once ends in order, twice at once, and none is dropped."""
+"""Ctrl-C, SIGTERM, a hangup and the signals of job managers: once ends in order, twice at once, and none is dropped."""
 
 import contextlib
 import itertools
 import os
 import signal
+import sys
 
 import pytest
 
 from launch.cli import main
 from launch.errors import END_SIGNALS, ExitStatus, Interrupts, Stopped
+from launch.processes import reaper
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +100,11 @@ def test_in_any_other_verb_it_is_a_sentence_and_no_traceback(monkeypatch, capsys
     monkeypatch.setattr("launch.doctor.checkup.checkup", interrupted)
     assert main(["doctor"]) == ExitStatus.INTERRUPTED
     assert capsys.readouterr().err == "leeway: interrupted\n"
+
+
+def test_the_process_that_ends_what_is_left_outlives_every_signal_that_ends_a_run(monkeypatch):
+    ignored = set()
+    monkeypatch.setattr(signal, "signal", lambda number, handler: ignored.add((number, handler)))
+    monkeypatch.setattr(sys, "stdin", [reaper.DONE])
+    reaper.main()
+    assert ignored == {(number, signal.SIG_IGN) for number in END_SIGNALS}
