@@ -138,7 +138,7 @@ class Engine:
                     sockets,
                     stats,
                 )
-            await engine._alive().update_weight_version(str(version))
+            await engine._alive().update_weight_version(version.key)
             # the first step of an engine takes seconds; an update must not have to wait for it
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
@@ -275,7 +275,7 @@ class Engine:
         return version, final
 
     def _cache_salt(self) -> str:
-        return str(self.version)
+        return self.version.key
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
         """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
@@ -441,10 +441,10 @@ async def _load(llm: AsyncLLM, staged: StagedVersion, num_ranks: int) -> str | N
         if REFUSED in str(error) and num_ranks == 1:
             return str(error)
         raise
-    await llm.finish_weight_update(weight_version=str(staged.version))
+    await llm.finish_weight_update(weight_version=staged.version.key)
     return None
 
 
 def _update_of(staged: StagedVersion) -> dict[str, Any]:
     """What the engine's weight transfer is told."""
-    return {"folder": str(staged.folder), "version": str(staged.version), "dtype": staged.dtype}
+    return {"folder": str(staged.folder), "version": staged.version.key, "dtype": staged.dtype}

@@ -58,7 +58,7 @@ class _Refusal:
     pause_s: float
 
     def __str__(self) -> str:
-        return f"{self.version or 'the newest version'}: {self.reason}"
+        return f"{'the newest version' if self.version is None else f'version {self.version}'}: {self.reason}"
 
 
 class WeightFollower:

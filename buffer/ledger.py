@@ -31,9 +31,9 @@ COUNTS = ("issued", "in_flight", "committed", "failed", "handed_on", *COMMITTED_
 
 _SHOWN_AS = {"duplicates": "duplicate", "gap": "ledger_gap"}
 LEDGER_METRICS = {f"buffer/{_SHOWN_AS.get(name, name)}": name for name in (
-    "issued", "in_flight", "committed", "failed", "handed_on", *FAILED_KINDS, "failed_lease", "waiting", "trained",
-    "trained_uninformative", "dropped_stale", "filtered", "filtered_too_long", "uninformative", "evicted_unused",
-    "quarantined", "duplicates", "late", "gap",
+    "issued", "in_flight", "committed", "failed", "handed_on", *FAILED_KINDS, "failed_lease", "waiting", "drawn",
+    "trained", "trained_uninformative", "dropped_stale", "filtered", "filtered_too_long", "uninformative",
+    "evicted_unused", "quarantined", "duplicates", "late", "gap",
 )}  # fmt: skip
 """What a step reports of a ledger: metric -> name of the count."""
 

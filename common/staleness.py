@@ -44,11 +44,16 @@ class PolicyVersion(NamedTuple):
     version: int
 
     def __str__(self) -> str:
+        return f"{self.version} (start {self.incarnation})" if self.incarnation else str(self.version)
+
+    @property
+    def key(self) -> str:
+        """Return the name in folders, manifests and engines, for example "0.17"."""
         return f"{self.incarnation}.{self.version}"
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Read the form that `str` writes, for example "0.17".
+        """Read a `key`.
 
         Raises:
             ValueError: the text has another form.

@@ -29,6 +29,7 @@ from buffer.rows import SCHEMA_VERSION
 from buffer.schema import SCHEMA
 from buffer.sharding.division import buffer_folder
 from buffer.store import RESTORE
+from common.staleness import PolicyVersion
 from launch.errors import ConfigError, ExitStatus, refuse
 from launch.run_folder import named_run
 from launch.text import MAX_TEXT, TextOf, printable
@@ -285,8 +286,8 @@ def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decod
     reward = f"reward {_number(row['reward'])}" + (f" ({parts})" if parts else "")
     yield f"sample {sample.sample_index}: record {sample.record_id}, {state}, {reward}, {row['finish_reason']}"
     num_prompt = row["prompt_length"]
-    spans = " ".join(f"{s['incarnation']}.{s['version']} [{s['start']}, {s['end']})" for s in row["spans"])
-    yield f"  {num_prompt} prompt tokens, {len(row['logprobs'])} completion tokens; sampled by {spans}"
+    by = " ".join(f"{PolicyVersion(s['incarnation'], s['version'])} [{s['start']}, {s['end']})" for s in row["spans"])
+    yield f"  {num_prompt} prompt tokens, {len(row['logprobs'])} completion tokens; sampled by {by}"
     yield f"  logprobs {_summary(row['logprobs'])}; reference {_summary(row['reference_logprobs'])}"
     prompt, completion = decode(row["token_ids"][:num_prompt]), decode(row["token_ids"][num_prompt:])
     if prompt is not None:

@@ -261,12 +261,12 @@ def check_fetched(plan: Plan, path: Path) -> Plan:
     Raises:
         ConfigError: it does not fit the config.
     """
-    config = plan.config
+    config = plan.config.model_copy(update={"model": plan.config.model.pinned(path)})
     model = check_model(config, path, "model.hub" if config.model.path is None else "model.path")
     task = _check_task(config, path, model)
     check_vocabulary(plan.recorded, config, model)
     check_frozen(config, model)
-    return replace(plan, model=model, task=task)
+    return replace(plan, config=config, model=model, task=task)
 
 
 def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFacts:

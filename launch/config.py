@@ -7,6 +7,7 @@ line, and those of what a run writes, are relative to the current directory.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -60,7 +61,8 @@ class ModelConfig(_Section):
     )
     hub: str | None = Field(
         default=None,
-        description="Model of the Hugging Face Hub, ORGANISATION/NAME or ORGANISATION/NAME@REVISION; else of main.",
+        description="Model of the Hugging Face Hub, ORGANISATION/NAME or ORGANISATION/NAME@REVISION; else of main. "
+        "The run stores the commit.",
     )
     reference_path: str | None = Field(
         default=None, description="Folder of the frozen reference model; unset: the model itself as it starts."
@@ -96,6 +98,11 @@ class ModelConfig(_Section):
         """Name and revision of `hub`."""
         name, _, revision = str(self.hub).partition("@")
         return name, revision or "main"
+
+    def pinned(self, snapshot: Path) -> ModelConfig:
+        """Return it with the commit in `hub` whose snapshot was fetched to this folder."""
+        is_commit = self.hub is not None and re.fullmatch("[0-9a-f]{40}", snapshot.name)
+        return self.model_copy(update={"hub": f"{self.on_hub[0]}@{snapshot.name}"}) if is_commit else self
 
 
 class PoolConfig(_Section):
@@ -298,7 +305,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         for part in reversed(key.split(".")):
             patch = {part: patch}
         _check_values(patch, "--")
-        _resolve_paths(patch, Path.cwd(), "--")
+        _resolve_paths(patch, _here(), "--")
         _merge(tree, patch, origin=f"--{key}")
     try:
         return Config.model_validate(tree)
@@ -423,7 +430,7 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                 if is_reference(value):
                     table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
-                table[key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
+                table[key] = _absolute(value, _here() if dotted in WRITTEN_KEYS else base)
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
 
@@ -443,5 +450,14 @@ def _resolve_reward(entry: object, base: Path) -> object:
     return f"{_absolute(file, base)}:{function}"
 
 
+def _here() -> Path:
+    """Return the current folder, as the shell was told to go there."""
+    named = Path(os.environ.get("PWD", "."))
+    return named if named.is_absolute() and named.is_dir() and named.samefile(".") else Path.cwd()
+
+
 def _absolute(path: str, base: Path) -> str:
-    return str((base / Path(path).expanduser()).resolve())
+    """Return the path as it was written: on another host a link in it may lead elsewhere."""
+    found = _here() / base / Path(path).expanduser()
+    found.resolve()  # raises if there can be no such place
+    return str(found)

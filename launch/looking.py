@@ -106,6 +106,7 @@ def status(parsed: argparse.Namespace) -> int:
 
 
 def _status_lines(seen: StatusView) -> Iterator[str]:
+    from buffer.ledger import COUNTS
     from launch.observe.status import SILENT_S
     from launch.observe.view import failures, line
     from launch.text import duration, printable
@@ -137,8 +138,8 @@ def _status_lines(seen: StatusView) -> Iterator[str]:
     if status.buffer is not None:
         ledger = status.buffer.ledger
         yield (
-            f"buffer: {status.buffer.ready_groups} groups ready, {ledger.get('in_flight', 0)} samples in flight, "
-            f"{ledger.get('trained', 0)} trained, ledger gap {ledger.get('gap', 0)}"
+            f"buffer: {status.buffer.ready_groups} groups ready; samples: "
+            f"{', '.join(f'{name} {ledger.get(name, 0)}' for name in (*COUNTS, 'gap'))}"
         )
         if failed := failures(ledger, status.buffer.failed_by_reason):
             yield failed

@@ -8,22 +8,27 @@ checkpoint training starts at the model again, on the draws that the buffer has 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from actors.tasks.config import Classifier
 from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection
 from buffer.sharding.division import store_folders
 from buffer.store import DATA, is_served
+from common.hf_folder import CONFIG_NAME, ModelFolderError, model_identity, tensors_by_file
+from common.user_input import is_reference
 from launch.checks import Plan, check
-from launch.config import Config, load_config
+from launch.config import NAMED_KEYS, Config, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.host import role_processes
 from launch.observe.history import History, repair
-from launch.run_folder import RunFolder
-from learner.checkpoint_meta import newest_progress
+from launch.run_folder import RunFolder, RunIdentity
+from learner.checkpoint_meta import Seal, newest_progress
 
 GOODBYE_S = 60.0
 """How long processes of a command that was killed may take to end. Ray's notice at once, an engine in seconds."""
@@ -97,9 +102,82 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
     _check_buffer(folder, identity.run_id)
     for sentence in repair(folder):
         say(sentence)
-    with as_config_error():
-        history = History.read(folder, ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in changes))
+    with as_config_error(), as_config_error(kind=ModelFolderError):
+        digests = contents(plan, None if plan.model is None else Path(str(config.model.path)))
+        told = [f"{key} = {new!r} (was {old!r})" for key, old, new in changes]
+        told += [f"the content of {name}" for name in changed_contents(identity.digests, digests)]
+        history = History.read(folder, ", ".join(told), digests)
     return Resumption(plan, history, _newest_step(folder))
+
+
+_GENERATION = "generation_config.json"
+BESIDE_WEIGHTS = (_GENERATION, "tokenizer*", "*tokens*.json", "*.model", "vocab*", "merges.txt", "chat_template*")
+_MODEL = f"model: {CONFIG_NAME}"
+
+
+def contents(plan: Plan, model_path: Path | None) -> dict[str, str]:
+    """Return digests of what a config only names: models, user files with what they import beside them, columns.
+
+    `model_path` is None while the model is not here. Other files that a reward reads are not known.
+    """
+    config = plan.config
+    models = {} if model_path is None else {"model": model_path, **config.model.frozen}
+    rewards = {f"task.reward_models.{name}": each for name, each in config.task.reward_models.items()}
+    folders = models | {key: Path(each.path) for key, each in rewards.items() if isinstance(each, Classifier)}
+    named = [getattr(getattr(config, section), key, "") for section, key in (each.split(".") for each in NAMED_KEYS)]
+    files = [Path(each.rpartition(":")[0]) for each in (*config.task.rewards, *named) if is_reference(each)]
+    found = {f"column {name} of the task": digest for name, digest in plan.task.column_digests.items()}
+    found |= {str(path): Seal.of(path).xxh3 for file in files for path in _with_imports(file)}
+    for key, folder in folders.items():
+        parts = [
+            *(tensors_by_file(folder) or folder.glob("*.bin")),
+            *chain(*map(folder.glob, BESIDE_WEIGHTS)),
+        ]
+        found |= {f"{key}: {path.name}": Seal.of(path).xxh3 for path in {*parts} if path.is_file()}
+        found[f"{key}: {CONFIG_NAME}"] = model_identity(folder)
+    return found
+
+
+def changed_contents(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the names of what is not as it was; `before` is empty in run folders of an older Leeway.
+
+    Raises:
+        ConfigError: the model, its tokenizer or a frozen model is another.
+    """
+    changed = sorted(name for name in {*before, *now} if before and before.get(name) != now.get(name))
+    if _MODEL not in now:  # it is not here yet
+        changed = [name for name in changed if not name.startswith("model")]
+    if models := [name for name in changed if name.startswith("model") and not name.endswith(_GENERATION)]:
+        raise ConfigError(
+            f"{', '.join(models)}: not as when the run was made, and {FIXED['model']}. Put it back, or start a new run"
+        )
+    return changed
+
+
+def identity_of(plan: Plan, model_path: Path, earlier: History | None) -> RunIdentity:
+    """Return what run.json is to say; errors as of `changed_contents`."""
+    known = earlier.digests if earlier is not None and _MODEL in earlier.digests else None
+    digests = known or contents(plan, model_path)
+    changed_contents(earlier.identity.digests if earlier is not None else {}, digests)
+    return RunIdentity(
+        run_id=plan.run_id,
+        task_fingerprint=plan.task.fingerprint,
+        started_s=(*(earlier.identity.started_s if earlier else ()), round(time.time(), 3)),
+        recorded=plan.recorded,
+        digests=dict(digests),
+    )
+
+
+def _with_imports(file: Path) -> set[Path]:
+    """Return a user's file, and the files of its folder that it names where it imports."""
+    found, left = set[Path](), [file]
+    while left:
+        found.add(path := left.pop())
+        text = path.read_text(encoding="utf-8", errors="replace")
+        words = set(re.findall(r"\w+", " ".join(re.findall(r"^\s*(?:from|import)\s.+", text, re.M))))
+        beside = (each for word in words for each in (file.parent / f"{word}.py", *(file.parent / word).rglob("*.py")))
+        left += [each for each in beside if each.is_file() and each not in found]
+    return found
 
 
 def _newest_step(folder: RunFolder) -> int:

@@ -64,6 +64,8 @@ class RunIdentity(BaseModel):
     """Wall time of each command that worked on the run, in seconds since the Unix epoch."""
     recorded: RecordedFacts | None = None
     """Of a run that trains on recorded samples."""
+    digests: dict[str, str] = {}
+    """As `contents` of launch.resume; empty in run folders that are older than this."""
 
 
 class RunFolder:
@@ -82,6 +84,7 @@ class RunFolder:
         self.logs = self.root / "logs"
         self.metrics = self.root / "metrics.jsonl"
         self.events = self.root / "events.jsonl"
+        self.evaluations = self.root / "eval.jsonl"
         self.timeline = self.root / "timeline.json"
         self.status = self.root / "status.json"
         self.control = self.root / "control"

@@ -49,8 +49,9 @@ from launch.processes.evaluation import Evaluation
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from launch.processes.supervisor import Supervisor
-from launch.run_folder import RunFolder, RunIdentity, claimed, claimed_weights
-from learner.checkpoint_meta import newest_progress
+from launch.resume import identity_of
+from launch.run_folder import RunFolder, claimed, claimed_weights
+from learner.checkpoint_meta import TrainingProgress, newest_progress
 
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
@@ -125,6 +126,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         model_path = fetch_model(config.model, is_there=plan.model is not None)
         if plan.model is None:
             plan = check_fetched(plan, model_path)
+            config = plan.config
         assert plan.model is not None, "it was checked"
         stack.enter_context(private_files())
         if config.weight_sync.folder is not None:
@@ -140,14 +142,10 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
                 fill_buffer(config, context.facts, folder, plan.recorded)
         else:
             folder.make_parts(config)
-        starts = (*(earlier.identity.started_s if earlier else ()), round(time.time(), 3))
-        fingerprint = plan.task.fingerprint
-        identity = RunIdentity(
-            run_id=plan.run_id, task_fingerprint=fingerprint, started_s=starts, recorded=plan.recorded
-        )
+        identity = identity_of(plan, model_path, earlier)
         if earlier is None:
             folder.write_identity(identity)
-        tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
+        tracker = stack.enter_context(Tracker(config, folder, plan.run_id))
         # each actor looks for it on its own host, and finds it made where that is this one
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
@@ -316,9 +314,10 @@ class _Run:
 
     def _take_up(self, earlier: History) -> None:
         """Count on from where the learner stands, which is its newest checkpoint that is whole."""
-        reached = newest_progress(self.plan.folder.checkpoints)
-        step, version = (reached.step, reached.version) if reached is not None else (0, 0)
-        self._observer.take_up(earlier.rows, step, version)
+        reached = newest_progress(self.plan.folder.checkpoints) or TrainingProgress(0, 0, 0)
+        step, version = reached.step, reached.version
+        rows = self.sinks.tracker.go_back(step, reached.unwritten)
+        self._observer.take_up(rows, step, version, earlier.num_redone + max(0, earlier.last_step - step))
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
         self.sinks.event("resumed", f"the run goes on from {earlier.start(step)}")
@@ -361,10 +360,12 @@ class _Run:
         for _ in range(2):  # the answer still owed, and all since
             self._digest(self.supervisor.poll(SILENCE_S))
         if self._evaluation is not None and asked_at is None:
-            self.sinks.tracker.metrics(self._evaluated_alone(self._evaluation).row(), self._observer.status.step)
+            self._evaluated_alone(self._evaluation)
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
+        if news.resumed_at is not None:
+            self.sinks.tracker.go_back(news.resumed_at)
         rows = self._observer.take_in(news)
         self.sinks.trace.take_in(news, rows)
         for row in rows:
@@ -429,7 +430,7 @@ class _Run:
             results = self._evaluation.poll()
             if results is not None:
                 self._evaluation = None
-                self.sinks.tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
+                self._evaluated(results)
             return
         every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
@@ -462,10 +463,13 @@ class _Run:
         self._observer.evaluated(accuracy)
         self.sinks.trace.evaluated(accuracy.versions)
         self.sinks.event("evaluated", accuracy.describe(), **accuracy.row())
+        status = self._observer.status
+        self.sinks.tracker.evaluated(accuracy, status.step, status.wall_s)
         return accuracy
 
     def _finish(self, before: Accuracy | None, after: Accuracy | None) -> None:
         status = self.supervisor.status()
+        self._observer.take_in(PollResult(status=status))
         values = self._observer.summary(before, after, status)
         write_whole(self.plan.folder.summary, [f"{json.dumps(values, indent=2)}\n".encode()])
         self.sinks.tracker.summary(values)

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -38,6 +39,14 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     """Steps up to this one that dropped updates for their small effective sample size; see learner.step."""
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Steps in a row without a finite loss or gradient, as learner.report counts them."""
+    reports: tuple[str, ...] = ()
+    """Of the newest steps, as JSON: those that the launcher may not have written to metrics.jsonl yet."""
+
+    @property
+    def unwritten(self) -> list[dict[str, Any]]:
+        """The numbers of these reports; their tables by actor are left out."""
+        reports = map(json.loads, self.reports)
+        return [{name: value for name, value in each.items() if not isinstance(value, dict)} for each in reports]
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -92,6 +101,8 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
     def _seal(self) -> str:
         document = msgspec.to_builtins(self)
         del document["xxh3"]
+        if not self.progress.reports:  # a checkpoint of an older Leeway has none, and its seal covers none
+            del document["progress"]["reports"]
         return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())
 
     def check(self, folder: Path, names: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ All stages call the same methods. The coordinator decides (which batch, when to 
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -80,6 +81,8 @@ class Stage:
         """Where it computes, from `setup` on."""
         self._stop = threading.Event()
         self._reports: list[Report] = []
+        self._handed_over: list[Report] = []
+        """By the last poll; the caller has written them once it polls again."""
         self._reports_lock = threading.Lock()
         self._coordinator: Coordinator | None = None
         self._publisher: Publisher | None = None
@@ -125,8 +128,8 @@ class Stage:
     def poll(self) -> list[Report]:
         """Reports of the steps since the last poll (coordinator only; empty elsewhere). Any thread may call it."""
         with self._reports_lock:
-            reports, self._reports = self._reports, []
-        return reports
+            self._handed_over, self._reports = self._reports, []
+            return self._handed_over
 
     @property
     def waiting_for(self) -> str:
@@ -368,10 +371,13 @@ class Stage:
         """Begin to write a checkpoint; training goes on meanwhile."""
         if self._saved_step == self._progress.step:
             return
+        with self._reports_lock:
+            unwritten = tuple(map(json.dumps, (*self._handed_over, *self._reports)))
         self._progress = structs.replace(
             self._progress,
             drops_in_a_row=self._train_step.evaluator.drops_in_a_row,
             non_finite_steps=tuple(self._bad_batches.non_finite_steps),
+            reports=unwritten,
         )
         self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step

@@ -87,7 +87,7 @@ def make_part(
         if old is not None:
             files[delta_name(name)] = changes
     sizes = tuple(FileEntry(name, sum(map(len, buffers))) for name, buffers in files.items())
-    return Part(rank, str(version), None if parent is None else str(parent), tuple(entries), sizes), files
+    return Part(rank, version.key, None if parent is None else parent.key, tuple(entries), sizes), files
 
 
 def publish(

@@ -94,7 +94,7 @@ class WeightClient:
             WeightsCorrupt: what the service gave is another version's, or was changed.
             TransferFailed: the service does not answer.
         """
-        document = bytes(self._document(p.ManifestRequest(str(version))))
+        document = bytes(self._document(p.ManifestRequest(version.key)))
         return read_manifest(document, version, f"the manifest from {self.address}"), document
 
     def newest_manifest(self) -> Manifest | None:
@@ -120,7 +120,7 @@ class WeightClient:
             TransferFailed: the service fell silent.
         """
         asks = (
-            Ask(p.ReadRequest(str(version), file, offset, min(self._chunk_bytes, total_bytes - offset)))
+            Ask(p.ReadRequest(version.key, file, offset, min(self._chunk_bytes, total_bytes - offset)))
             for offset in range(start, total_bytes, self._chunk_bytes)
         )
         for (asked, _), answer in self._rpc.stream(asks, window=self._window):
@@ -136,7 +136,7 @@ class WeightClient:
         """Upload a file, from where an earlier upload of it ended; how many bytes were sent. Errors as `write_part`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         total = sum(len(view) for view in views)
-        status = self._ask(p.WriteStatusRequest(str(version), file, total), p.WriteStatus)[0]
+        status = self._ask(p.WriteStatusRequest(version.key, file, total), p.WriteStatus)[0]
         have, num_sent, window = status.num_bytes, 0, self._window
         while have < total:
             began_at = have
@@ -166,7 +166,7 @@ class WeightClient:
 
     def part(self, version: PolicyVersion, rank: int) -> Part | None:
         """What a stage contributed; None until it has."""
-        document = self._document(p.PartRequest(str(version), rank))
+        document = self._document(p.PartRequest(version.key, rank))
         return decode(document, Part, f"part {rank} of version {version} from {self.address}") if document else None
 
     def wants_deltas(self) -> bool:
@@ -227,7 +227,7 @@ class WeightClient:
     ) -> Iterator[Ask]:
         for offset in range(start, total, self._chunk_bytes):
             size = min(self._chunk_bytes, total - offset)
-            yield Ask(p.WriteRequest(str(version), file, offset, total), _slice(views, offset, size))
+            yield Ask(p.WriteRequest(version.key, file, offset, total), _slice(views, offset, size))
 
 
 def _slice(views: Sequence[memoryview], offset: int, size: int) -> bytes | memoryview:

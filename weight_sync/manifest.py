@@ -256,7 +256,7 @@ def build_manifest(
     return Manifest(
         incarnation=version.incarnation,
         version=version.version,
-        parent=str(parent.policy) if parent else None,
+        parent=parent.policy.key if parent else None,
         parent_chain=parent_chain,
         fingerprint=fingerprint.hexdigest(),
         chain=chain_of(parent_chain, ordered),
@@ -371,7 +371,7 @@ def _check_entries(document: Part | Manifest, source: Path | str) -> None:
 
 
 def _without_foreign_delta(part: Part, parent: Manifest | None) -> Part:
-    if part.parent is None or (parent is not None and part.parent == str(parent.policy)):
+    if part.parent is None or (parent is not None and part.parent == parent.policy.key):
         return part
     deltas = {delta_name(entry.file) for entry in part.tensors}
     return msgspec.structs.replace(

@@ -165,8 +165,8 @@ class PartMaker:
             entries += of_file
         part = Part(
             rank=self._rank,
-            version=str(version),
-            parent=str(parent.version) if parent is not None and any(entry.delta for entry in entries) else None,
+            version=version.key,
+            parent=parent.version.key if parent is not None and any(entry.delta for entry in entries) else None,
             tensors=tuple(entries),
             files=tuple(FileEntry(name, sum(map(len, content))) for name, content in files.items()),
         )

@@ -187,8 +187,8 @@ def version_of(text: str) -> PolicyVersion:
         ValueError: it names none, or not as this program writes it: two spellings would be two folders.
     """
     version = PolicyVersion.parse(text)
-    if str(version) != text:
-        raise ValueError(f"'{text}' is not a policy version: {version} is spelt without leading zeros")
+    if version.key != text:
+        raise ValueError(f"'{text}' is not a policy version: {version.key} is spelt without leading zeros")
     return version
 
 

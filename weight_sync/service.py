@@ -158,7 +158,7 @@ class WeightService:
             case p.NewestRequest():
                 self._served.note_reader()
                 newest = self._store.newest()
-                return p.Newest("" if newest is None else str(newest)), b""
+                return p.Newest("" if newest is None else newest.key), b""
             case p.ManifestRequest(version=""):
                 newest = self._store.newest()
                 return p.Document(), b"" if newest is None else self._store.manifest_bytes(newest)

@@ -142,7 +142,7 @@ class HostStaging(HostFolder):
         os.utime(held.fileno())
 
     def _refuse_if_ousted(self, held: BinaryIO, version: PolicyVersion) -> None:
-        if not is_at(held, self._locks / str(version)):
+        if not is_at(held, self._locks / version.key):
             if not self.is_there():
                 raise FileNotFoundError(errno.ENOENT, "No such folder any more", str(self.store.folder))
             raise _Ousted(
@@ -152,7 +152,7 @@ class HostStaging(HostFolder):
 
     def _fetching(self, version: PolicyVersion) -> BinaryIO:
         """Be the one that fetches a version, also in the place of a process that does not get on with it."""
-        folder, path = self.store.version_folder(version), self._locks / str(version)
+        folder, path = self.store.version_folder(version), self._locks / version.key
         for is_last in (False, False, True):
             waited_for = _inode(path)
             try:

@@ -105,7 +105,7 @@ class WeightStore:
 
     def version_folder(self, version: PolicyVersion) -> Path:
         """Where the files of `version` lie, whether it exists or not."""
-        return self.folder / str(version)
+        return self.folder / version.key
 
     def newest(self) -> PolicyVersion | None:
         """The newest committed version, or None before the first. One small read: cheap enough to poll."""
@@ -245,7 +245,7 @@ class WeightStore:
         folder = self.version_folder(manifest.policy)
         write_whole(folder / READERS_LOCK, [])
         write_whole(folder / MANIFEST_NAME, [encode(manifest)])
-        write_whole(self.folder / _NEWEST_NAME, [f"{manifest.policy}\n".encode()])
+        write_whole(self.folder / _NEWEST_NAME, [f"{manifest.policy.key}\n".encode()])
         self.retain(manifest.policy, keep_versions)
 
     def retain(self, newest: PolicyVersion, keep_versions: int) -> None:

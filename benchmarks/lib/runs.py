@@ -103,7 +103,7 @@ class FinishedRun:
         """Of each in order, the version and the greedy accuracy."""
         events = map(json.loads, (self.folder / "events.jsonl").read_text().splitlines())
         found = [each for each in events if each["kind"] == "evaluated"]
-        return [(int(each["eval/version"].split(".")[-1]), each["eval/accuracy_greedy"]) for each in found]
+        return [(each["eval/policy_version"], each["eval/accuracy_greedy"]) for each in found]
 
     def samples(self) -> Samples:
         """All that a step has trained, read from the buffer."""

@@ -112,7 +112,7 @@ class FollowingEngine:
         bare_began_s = time.perf_counter()
         bare_s, bare_pause_s = await self._bare_reload()
         bare_done_s = time.perf_counter()
-        version = str(self._engine.version)
+        version = self._engine.version.key
         await asyncio.sleep(SETTLE_S)
         await self._newer_version()
         return {

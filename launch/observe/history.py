@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,18 @@ class History:
     """Everything before this command."""
 
     identity: RunIdentity
-    rows: Sequence[Mapping[str, Any]]
-    """Reports of steps in metrics.jsonl, as they came: a step that was taken again is there again."""
+    last_step: int
+    """The last step in metrics.jsonl; a checkpoint may be older."""
     before: Accuracy | None
     """The first evaluation, of a model that is not trained yet; None where there was none."""
     wall_s: float
     """Seconds that the commands before worked on the run."""
+    num_redone: int = 0
+    """Steps that they took once more."""
     changes: str = ""
-    """Which keys of the config are other than before, as a sentence; empty where none is."""
-
-    @property
-    def last_step(self) -> int:
-        """The last step in metrics.jsonl; a checkpoint may be older."""
-        return max((int(row["step"]) for row in self.rows), default=0)
+    """Which keys of the config, and which contents, are other than before, as a sentence; empty where none is."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """As `contents` of launch.resume gives them now."""
 
     def start(self, step: int) -> str:
         """Where the run goes on, and what was changed; `step` is that of its newest checkpoint, 0 where it has none."""
@@ -38,7 +37,7 @@ class History:
         return f"{place}; changed: {self.changes}" if self.changes else place
 
     @classmethod
-    def read(cls, folder: RunFolder, changes: str = "") -> History:
+    def read(cls, folder: RunFolder, changes: str = "", digests: Mapping[str, str] = {}) -> History:
         """Read what is there, after `repair`.
 
         Raises:
@@ -46,14 +45,15 @@ class History:
             ValueError: a line of the files is no JSON.
         """
         identity = folder.read_identity()
-        rows = [row for row in _lines(folder.metrics) if "loss" in row]
+        last_step = max(newest_rows(folder.metrics), default=0)
         evaluated = (Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated")
         first = next(evaluated, None)
-        before = first if first is not None and first.newest == 0 else None
-        wall_s = 0.0
+        before = first if first is not None and first.policy_version == 0 else None
+        wall_s, num_redone = 0.0, 0
         with suppress(StatusError):  # a command that ended before it said anything
-            wall_s = read_status(folder.status).wall_s
-        return cls(identity, rows, before, wall_s, changes)
+            status = read_status(folder.status)
+            wall_s, num_redone = status.wall_s, status.steps_redone
+        return cls(identity, last_step, before, wall_s, num_redone, changes, digests)
 
 
 def repair(folder: RunFolder) -> list[str]:
@@ -63,7 +63,7 @@ def repair(folder: RunFolder) -> list[str]:
         OSError: a file cannot be written.
     """
     done: list[str] = []
-    for path in (folder.metrics, folder.events):
+    for path in (folder.metrics, folder.events, folder.evaluations):
         if not path.exists():
             continue
         with path.open("rb+") as file:
@@ -78,6 +78,11 @@ def repair(folder: RunFolder) -> list[str]:
                 file.truncate(start)
                 done.append(f"{len(data) - start} bytes of a line that was cut off are removed from {path.name}")
     return done
+
+
+def newest_rows(path: Path) -> dict[int, str]:
+    """Return the newest row of each step: an older Leeway wrote steps taken again, and evaluations, there too."""
+    return {row["step"]: f"{json.dumps(row)}\n" for row in _lines(path) if "loss" in row}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

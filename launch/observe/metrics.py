@@ -12,11 +12,8 @@ PART_PREFIX = "reward/part/"
 
 METRICS: dict[str, str] = {
     # the step
-    "step": "Steps, counted from 1: each trains one draw, in one or several updates. A skipped step counts here. A "
-    "step that a restarted learner takes again has a row for each time, and the last one counts.",
+    "step": "Steps, counted from 1: each trains one draw, in one or several updates. A skipped step counts here.",
     "restarts": "How often the learner had been started again when it took the step.",
-    "resumed_at": "The step of the checkpoint that it went on from then; 0: it began at the model.",
-    "log_every": "tracking.log_every when the row was written: so many steps a row stands for.",
     "version": "Policy version after the step: updates (optimizer steps) taken.",
     "skipped": "True where no update of the step was taken: its loss or gradient was not finite, or all were dropped.",
     "updates/taken": "Updates of the step that were taken; each makes a policy version. What a step reports of its "
@@ -130,6 +127,7 @@ METRICS: dict[str, str] = {
     "buffer/handed_on": "Left unfinished by their actor, which ended or is too slow for them, and issued again with "
     "the tokens that they had.",
     "buffer/waiting": "Committed and not drawn yet.",
+    "buffer/drawn": "Drawn for a step that is not finished.",
     "buffer/trained": "Used by at least one finished step that took an update.",
     "buffer/trained_uninformative": "Of the trained, those in a group whose rewards are all equal.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
@@ -195,7 +193,8 @@ METRICS: dict[str, str] = {
     "eval/accuracy_sampled": "Held-out accuracy at temperature 1, one sample each.",
     "eval/num_problems": "Held-out problems of the evaluation.",
     "eval/num_failed": "Answers that could not be generated or scored; neither right nor wrong.",
-    "eval/version": "Policy version that was evaluated.",
+    "eval/policy_version": "Policy version that was evaluated; the newest, if actors differed.",
+    "eval/start": "Start of the learner that made it: 0, and one more after each restart or resume.",
 }
 
 

@@ -102,8 +102,6 @@ class Observer:
         self._lag0_of_pool: dict[str, float] = {}
         self._num_restarts, self._restarts_before = 0, 0
         """Of the learner: under this command, and under those that worked on the run before it."""
-        self._resumed_at = 0
-        """The step of the checkpoint that the learner, as it was started last, goes on from."""
         self._trained_tokens = 0
         self._pauses_s: list[float] = []
         self._policy_waits_s = 0.0
@@ -157,27 +155,22 @@ class Observer:
             self.status.ended = Ended(at_s=self._wall(), text=text, exit_status=exit_status)
             self._write()
 
-    def take_up(self, rows: Sequence[Mapping[str, Any]], step: int, version: int) -> None:
-        """Count on from the rows of earlier commands; the learner goes on at this step.
+    def take_up(self, rows: Iterable[Mapping[str, Any]], step: int, version: int, num_redone: int = 0) -> None:
+        """Count on from the rows of earlier commands, in order; the learner goes on at this step.
 
-        A row stands for the steps before it, too, that were left out by the `log_every` that it was written under.
+        A row stands for the steps before it, too, that tracking.log_every left out, and the last for those after it.
         """
-        self._restarts_before = 1 + max((int(row["restarts"]) for row in rows), default=0)
-        every, last, restarts = self._config.tracking.log_every, 0, 0
-        for row in rows:
-            number, since = int(row["step"]), last
-            if row["restarts"] != restarts:  # rows of older runs do not say where the learner went on
-                since, restarts = int(row.get("resumed_at", min(last, number - 1))), row["restarts"]
-            # a learner comes further than its last row; steps before its next one are left out, and not lost
-            for unlogged in (*range(last + 1, min(since + 1, last + every)), *range(since + 1, number)):
-                self._count({**row, "step": unlogged}, {})
-            self._count(row, {})
-            last, every = number, int(row.get("log_every", number - since))
-        self._first_row = self._first_row or (dict(rows[0]) if rows else {})
-        for unlogged in range(last + 1, min(step + 1, last + every)):
-            self._count({**rows[-1], "step": unlogged}, {}) if rows else self.totals.add(unlogged, 0, 0.0, {})
-        self.totals.go_back(step)
-        self._resumed_at = step
+        last, row = 0, dict[str, Any]()
+        for row in map(dict, rows):
+            self._first_row = self._first_row or row
+            self._restarts_before = max(self._restarts_before, int(row["restarts"]))
+            for number in range(last + 1, int(row["step"]) + 1):
+                self._count({**row, "step": number}, {})
+            last = int(row["step"])
+        for number in range(last + 1, step + 1 if row else 0):
+            self._count({**row, "step": number}, {})
+        self._restarts_before += 1
+        self.totals.num_redone += num_redone
         self.status.step, self.status.version = step, version
 
     def take_in(self, news: PollResult) -> list[dict[str, Any]]:
@@ -191,7 +184,6 @@ class Observer:
                 setattr(known, name, getattr(news, name) or getattr(known, name))
             if news.resumed_at is not None:
                 self._num_restarts += 1
-                self._resumed_at = news.resumed_at
                 self.totals.go_back(news.resumed_at)
                 # later than the last report, where those of the steps in the checkpoint died with the coordinator
                 status.step, status.version = news.resumed_at, news.resumed_version
@@ -216,7 +208,6 @@ class Observer:
             "learner_restarts": self._restarts_before + self._num_restarts,
             "quarantined_actors": list(self._known.quarantined),
             "steps_redone": self.totals.num_redone,
-            "steps_without_report": self.totals.num_without_report(status.step),
             "trained_trajectories": buffer.ledger["trained"],
             "trained_tokens": self.totals.num_tokens,
             "generated_tokens": self.actor_totals.num_tokens[ALL],
@@ -267,7 +258,6 @@ class Observer:
             row["perf/generated_tokens_per_s"] = self.actor_totals.tokens_per_s()
             row["overlap/frac"] = overlap_frac
             row["restarts"] = int(row.get("restarts", 0)) + self._restarts_before
-            row |= {"resumed_at": self._resumed_at, "log_every": self._config.tracking.log_every}
             row |= self._actor_row() | self._pool_rows(lags, lag0_by_actor)
             self._first_row = self._first_row or row
             self._last_row = row
@@ -330,7 +320,7 @@ class Observer:
         step_s, wait_s, ahead_s = (row.get(f"time/{name}") for name in ("step", "wait_for_batch", "scored_ahead"))
         status.reward, status.loss, status.overlap_frac = map(row.get, ("reward/mean", "loss", "overlap/frac"))
         status.lag_mean, status.lags = self.totals.lag_mean, self.totals.lags
-        status.trained_tokens = self.totals.num_tokens
+        status.trained_tokens, status.steps_redone = self.totals.num_tokens, self.totals.num_redone
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
         status.learner = LearnerStatus(
@@ -461,8 +451,12 @@ def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:
     """What the shards of an evaluation add up to."""
     greedy = sum((result.greedy for result in results), start=EvalCounts())
     sampled = sum((result.sampled for result in results), start=EvalCounts())
+    versions = sorted({result.version for result in results})
+    newest = max(versions, default=PolicyVersion(0, 0))
     return Accuracy(
-        versions=", ".join(sorted({str(result.version) for result in results})),
+        versions=", ".join(map(str, versions)),
+        policy_version=newest.version,
+        start=newest.incarnation,
         greedy=greedy.accuracy,
         sampled=sampled.accuracy,
         num_problems=sum(result.num_problems for result in results),

@@ -22,11 +22,13 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from buffer.ledger import LEDGER_METRICS
+from common.files import write_durably
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
 from launch.host import NO_WANDB_LOGIN
+from launch.observe.history import newest_rows
 from launch.observe.metrics import METRICS, labelled
-from launch.observe.status import ActorStatus, RunStatus
+from launch.observe.status import Accuracy, ActorStatus, RunStatus
 from launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -35,17 +37,18 @@ log = logging.getLogger(__name__)
 class Tracker:
     """Writes rows of metrics and events as they come; every line is flushed, so that a crash loses none."""
 
-    def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
-        """Append to the files after `last_step`, and begin at Weights & Biases where it is wanted.
+    def __init__(self, config: Config, folder: RunFolder, run_id: str = "") -> None:
+        """Append to the files, and begin at Weights & Biases where it is wanted.
 
         Raises:
             ConfigError: Weights & Biases cannot be reached with the login at hand.
         """
-        self._config = config
+        self._config, self._folder = config, folder
         self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8")
         self._events: TextIO = folder.events.open("a", encoding="utf-8")
+        self._evaluations: TextIO = folder.evaluations.open("a", encoding="utf-8")
         self._wandb: Any = None
-        self._wandb_step = last_step
+        self._wandb_step = 0
         if config.tracking.wandb != "disabled":
             self._wandb = start_wandb(config, folder, run_id)
 
@@ -53,26 +56,34 @@ class Tracker:
         """Write the row of a step, if it is one of every tracking.log_every."""
         if step % self._config.tracking.log_every:
             return
-        finite = self._write(row, step)
+        finite = _append(self._metrics, {"step": step, **row})
         if step >= self._wandb_step:
             # its history only grows: a step that a restarted learner takes again stays as it was taken first
             self._log(finite, step)
 
-    def metrics(self, row: Mapping[str, Any], step: int) -> None:
-        """Write a row that belongs to no step, such as an evaluation; none is left out.
+    def go_back(self, step: int, reports: Iterable[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+        """Leave the rows up to a step in metrics.jsonl, one for each; returns them.
 
-        Weights & Biases has it at the newest step that it knows, where a restarted learner is behind that one.
+        `reports` are of the newest of these steps, as the checkpoint has them: those without a row get one.
         """
-        self._log(self._write(row, step), max(step, self._wandb_step))
+        rows = newest_rows(self._folder.metrics)
+        kept = [line for number, line in rows.items() if number <= step]
+        write_durably(self._folder.metrics, "".join(kept).encode())
+        self._metrics.close()
+        self._metrics = self._folder.metrics.open("a", encoding="utf-8")
+        self._wandb_step = max(self._wandb_step, *rows, 0)
+        last = json.loads(kept[-1]) if kept else {"step": 0, "restarts": 0}
+        for report in reports:
+            if last["step"] < report["step"] <= step:
+                self.step({"restarts": last["restarts"], **report}, report["step"])
+        return map(json.loads, newest_rows(self._folder.metrics).values())
 
-    def _write(self, row: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Append a row to the file; null stands for what does not apply here, or is not finite. Returns the row."""
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
-        self._metrics.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._metrics.flush()
-        return finite
+    def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
+        """Write the row of an evaluation, at a step; Weights & Biases has it no earlier than what it knows."""
+        row = accuracy.row()
+        values = {name.removeprefix("eval/"): value for name, value in row.items()}
+        _append(self._evaluations, {"time_s": time.time(), "wall_s": wall_s, "step": step, **values})
+        self._log(row, max(step, self._wandb_step))
 
     def _log(self, finite: Mapping[str, Any], step: int) -> None:
         self._wandb_step = step
@@ -110,6 +121,7 @@ class Tracker:
             return
         with ExitStack() as stack:  # a full disk fails each, and none may keep the next from its end
             stack.callback(self._events.close)
+            stack.callback(self._evaluations.close)
             stack.callback(self._metrics.close)
             self._with_wandb(lambda run: run.finish())
             self._wandb = None
@@ -119,6 +131,16 @@ class Tracker:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _append(file: TextIO, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Append a row; null stands for what does not apply here, or is not finite. Returns the row."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    file.write(json.dumps(finite, allow_nan=False) + "\n")
+    file.flush()
+    return finite
 
 
 INIT_TIMEOUT_S = 30.0

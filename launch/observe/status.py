@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from common.files import private_file
+from common.staleness import PolicyVersion
 from launch.errors import ConfigError
 from launch.observe.totals import PoolEngines
 from launch.run_folder import RunFolder, open_run, owner_of
@@ -77,7 +78,7 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     """An actor: a vLLM engine and its loop."""
 
     version: str | None = None
-    """INCARNATION.VERSION that it serves."""
+    """That it serves, as `45 (start 3)`; of the first start only the number."""
     behind: int | None = None
     """Versions that it is behind the newest published one."""
     waits_s: float = 0.0
@@ -144,7 +145,10 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out accuracy at one version (or a few, where actors differed)."""
 
     versions: str
-    """Separated by ", "."""
+    """For people, separated by ", "."""
+    policy_version: int = 0
+    start: int = 0
+    """Of the newest one: its number, and which start of the learner made it, from 0."""
     greedy: float | None
     sampled: float | None
     num_problems: int
@@ -153,20 +157,19 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Accuracy:
-        """As `row` was written into events.jsonl; what is not there is unknown."""
+        """Read an event that has a `row`; an older Leeway wrote START.VERSION as text. What is not there is unknown."""
+        texts = [each.rpartition(".")[2] for each in str(event.get("eval/version", "")).split(",")]
+        newest = max((int(each) for each in texts if each.isdigit()), default=0)
+        version = PolicyVersion(int(event.get("eval/start", 0)), int(event.get("eval/policy_version", newest)))
         return cls(
-            versions=str(event.get("eval/version", "")).replace(",", ", "),
+            versions=str(version),
+            policy_version=version.version,
+            start=version.incarnation,
             greedy=event.get("eval/accuracy_greedy"),
             sampled=event.get("eval/accuracy_sampled"),
             num_problems=int(event.get("eval/num_problems") or 0),
             num_failed=int(event.get("eval/num_failed") or 0),
         )
-
-    @property
-    def newest(self) -> int:
-        """Number of the newest version that was evaluated; 0 where it is not known."""
-        numbers = [each.rpartition(".")[2] for each in self.versions.split(", ")]
-        return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def row(self) -> dict[str, Any]:
         """As metrics."""
@@ -175,7 +178,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
             "eval/accuracy_sampled": self.sampled,
             "eval/num_problems": self.num_problems,
             "eval/num_failed": self.num_failed,
-            "eval/version": self.versions.replace(", ", ","),
+            "eval/policy_version": self.policy_version,
+            "eval/start": self.start,
         }
 
     def describe(self) -> str:
@@ -224,11 +228,13 @@ class RunStatus(msgspec.Struct, kw_only=True):
     phase_since_s: float = 0.0
     step: int = 0
     num_steps: int
+    steps_redone: int = 0
+    """Steps taken once more so far, because a learner was lost before a checkpoint held them."""
     trained_tokens: int = 0
     """Of a step that an earlier command took and tracking.log_every left out, as many as of the next one with a row."""
     version: int = 0
     published: str | None = None
-    """Newest published version, INCARNATION.VERSION."""
+    """Newest published version, as that of an actor."""
     reward: float | None = None
     loss: float | None = None
     lag_mean: float | None = None

@@ -61,10 +61,6 @@ class StepTotals:
         for pool, counts in step.lags.items():
             self._lags.setdefault(pool, Counter()).update({lag: sign * count for lag, count in counts.items()})
 
-    def num_without_report(self, last: int) -> int:
-        """Steps up to the last of which no report came: their process died before it was asked for them."""
-        return last - len(self._steps)
-
     @property
     def lag_mean(self) -> float | None:
         """Over all tokens, versions; None before there are any."""

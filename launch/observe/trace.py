@@ -26,6 +26,7 @@ import msgspec
 
 from actors.report import ActorReport
 from common.files import private_file
+from common.staleness import PolicyVersion
 from launch.observe.status import PollResult
 from launch.observe.totals import Fresh
 from launch.text import printable
@@ -241,7 +242,7 @@ class Trace:
             self._add(self._span(report.name, "generate", start_s, end_s, args))
             counts = {"num_samples": 0, "num_tokens": 0}
         for update in report.updates:
-            args = {"pool": report.pool, "version": f"{update.version[0]}.{update.version[1]}"}
+            args = {"pool": report.pool, "version": str(PolicyVersion(*update.version))}
             args |= {"busy_s": update.pause_s, "load_s": update.load_s}
             self._add(self._span(report.name, "update", update.start_s, update.end_s, args))
 

@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
+from buffer.ledger import COUNTS
 from launch.observe.status import ActorStatus, ProcessStatus, RunStatus
 from launch.text import duration, number, share_of, shortened
 
@@ -59,8 +60,7 @@ def lag_rows(status: RunStatus, width: int, max_rows: int, *, ascii_only: bool) 
     return rows
 
 
-LEDGER = ("issued", "in_flight", "committed", "waiting", "drawn", "trained", "failed", "filtered", "dropped_stale")
-OUTSIDE = ("handed_on", "duplicates", "late", "quarantined", "uninformative", "evicted_unused")
+OUTSIDE = ("duplicates", "late", "quarantined")
 """Shown where there are any."""
 
 Wrap = Callable[[str, str], list[Text]]
@@ -218,12 +218,11 @@ def _buffer(status: RunStatus, width: int) -> list[Text]:
     ledger = buffer.ledger
     state = [
         f"{buffer.ready_groups} groups ready, {buffer.groups_per_step} a step, {buffer.drawn_groups} drawn",
-        f"{ledger.get('in_flight', 0)} samples in flight",
         f"sampler {buffer.sampler}",
     ]
     gap = ledger.get("gap", 0)
     bug = [Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")] if gap else []
-    names = [*LEDGER, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
+    names = [*COUNTS, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
     counts = packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
     failed = packed((f"{count} failed: {reason}" for reason, count in buffer.failed_by_reason.items()), width)
     nonsense = packed(

@@ -154,6 +154,7 @@ class LearnerGroup:
         self._failed_s: float | None = None
         self._stop_requested = False
         self._rescued: list[Mapping[str, Any]] = []
+        self._told_step = 0  # the last one that was reported, or that training went on from
         self._resumed: TrainingProgress | None = None
         self._restarts = Restarts(plan.config.launch.max_restarts)
         self._checkpoint_at_loss = -1
@@ -205,6 +206,7 @@ class LearnerGroup:
         """Begin to train; all ranks are ready."""
         if self._stop_requested:
             self._tell_to_stop()
+        self._told_step = max(steps_in(self._plan.folder.checkpoints), default=0)
         self._enter(Phase.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
 
     def watch(self) -> None:
@@ -282,6 +284,8 @@ class LearnerGroup:
                 # the learner has set aside what it could not read, so this is where it stands
                 resumed = newest_progress(self._plan.folder.checkpoints)
                 self._resumed = resumed or TrainingProgress(step=0, version=0, incarnation=0)
+                lost = (each for each in self._resumed.unwritten if each["step"] > self._told_step)
+                self._rescued += [{**report, "restarts": self.num_restarts - 1} for report in lost]
                 self._notify("resumed", f"the learner trains on from step {self._resumed.step}")
                 self.begin()
         else:
@@ -398,6 +402,7 @@ class LearnerGroup:
         if answer is None:
             return PollResult()
         rows: list[Mapping[str, Any]] = [{**report, "restarts": self.num_restarts} for report in answer.reports]
+        self._told_step = max([self._told_step, *(row["step"] for row in rows)])
         return PollResult(rows, answer.waiting_for, answer.publishing)
 
 

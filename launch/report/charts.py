@@ -247,7 +247,7 @@ def _accuracy(runs: Sequence[RunData]) -> Figure:
     found = []
     for place, run in enumerate(runs):
         for style, which in zip(STYLES[place], ("greedy", "sampled"), strict=False):
-            values = [(float(each.newest), getattr(each, which)) for each in run.events.evaluations]
+            values = [(float(each.policy_version), getattr(each, which)) for each in run.events.evaluations]
             points = sorted(((x, y) for x, y in values if y is not None), key=lambda point: point[0])
             found.append(Curve(_named(which, run, runs), points, style, dots=True))
     return line_chart("Held-out accuracy", "share of problems", found, x_name="policy version")

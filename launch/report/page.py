@@ -28,7 +28,6 @@ from planning.prediction import Prediction
 
 IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
-DRAWN = "In a step that is not finished."
 MAX_REASONS, MAX_REASON = 40, 300
 """Why samples failed: how many on the page, and characters of each."""
 WARM_UP = 3
@@ -350,7 +349,7 @@ def ledger_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str]]]:
     ledgers = [run.ledger for run in runs]
     if all(ledger is None for ledger in ledgers):
         return []
-    meanings = {name: METRICS.get(f"buffer/{name}", DRAWN) for name in COUNTS}
+    meanings = {name: METRICS[f"buffer/{name}"] for name in COUNTS}
     meanings |= dict.fromkeys(OUTSIDE, "Outside the ledger.")
     return [
         (name, text, [DASH if not ledger or name not in ledger else f"{ledger[name]:,}" for ledger in ledgers])

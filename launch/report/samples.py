@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
 from buffer.length_model import NUM_BUCKETS, LengthCounts, LengthFidelity, bounds_of
+from common.staleness import PolicyVersion, effective_version
 from launch.text import TextOf, printable
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class ShownSample:
     @property
     def versions(self) -> list[str]:
         """That sampled it, in order."""
-        return list(dict.fromkeys(f"{span['incarnation']}.{span['version']}" for span in self.row["spans"]))
+        return list(dict.fromkeys(str(PolicyVersion(s["incarnation"], s["version"])) for s in self.row["spans"]))
 
 
 @dataclass
@@ -223,8 +224,6 @@ def _samples_of(inspection: Inspection, group_id: int) -> Iterator[tuple[GroupVi
 
 
 def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None:
-    from common.staleness import PolicyVersion, effective_version
-
     for group, sample, row in _samples_of(inspection, group_id):
         uses = group.row.trained_at
         if not uses or group.row.sample_states[sample.sample_index] != "trained":

@@ -214,7 +214,7 @@ async def test_weights_that_came_over_the_network_as_a_delta_are_served_like_any
         first = world.publish(only="layers.1.self_attn")
         puller.fetch(first).close()
         version = world.publish(only="layers.1.self_attn")
-        for whole in (world.folder / str(version)).glob("*.safetensors"):
+        for whole in (world.folder / version.key).glob("*.safetensors"):
             whole.unlink()
         with await asyncio.to_thread(puller.fetch, version) as staged:
             assert {entry.delta.encoding for entry in staged.manifest.variant("float32")} >= {"same"}
@@ -241,7 +241,7 @@ async def test_weights_that_change_after_staging_are_refused_and_the_old_ones_st
 ):
     serving, version = world.engine.version, world.publish()
     with world.puller.fetch(version) as staged:
-        part = world.folder / str(version) / "part-0.float32.safetensors"
+        part = world.folder / version.key / "part-0.float32.safetensors"
         data = bytearray(part.read_bytes())
         data[-5] ^= 1
         part.write_bytes(data)
@@ -271,7 +271,7 @@ async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_
             await world.engine.prepare(other)
         folder = prepare_serving_model(world.folder.parent / "model", world.folder.parent)
         served = SimpleNamespace(model=folder, dtype=torch.bfloat16)
-        found = fitting_tensors(UpdateInfo(str(staged.folder), str(version), "bfloat16"), served)
+        found = fitting_tensors(UpdateInfo(str(staged.folder), version.key, "bfloat16"), served)
     truth = world.policies[version].model.state_dict()
     assert found.keys() == truth.keys() | {HEAD}
     for name, tensor in found.items():

@@ -116,10 +116,6 @@ class Life(LiveRun):
         yield
         self._slow.unlink()
 
-    def of_last(self) -> dict[int, dict]:
-        """The row that counts of every step."""
-        return {row["step"]: row for row in self.steps()}
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -376,14 +372,11 @@ def test_nothing_acknowledged_was_lost_and_nothing_was_counted_twice(run: Life, 
 def test_the_summary_is_of_the_whole_life(run: Life):
     summary = json.loads((run.folder / "summary.json").read_text())
     num_steps = run.step_when_killed + LAST_STEPS
-    rows = run.of_last()
     assert (summary["num_steps"], summary["ledger_gap"], summary["num_heldout"]) == (num_steps, 0, 16)
-    # a step that was taken again, and whose second report was lost with its learner, has left the row of the first time
-    superseded = len(rows) + summary["steps_without_report"] - num_steps
-    assert 0 <= superseded <= min(summary["steps_redone"], summary["steps_without_report"])
+    assert [row["step"] for row in run.steps()] == list(range(1, num_steps + 1)), "one row per step"
     assert {row["buffer/ledger_gap"] for row in run.steps()} == {0}
-    counted = [rows[step]["restarts"] for step in sorted(rows)]
-    assert counted == sorted(counted), "the last row of a step is that of the learner that counts"
+    counted = [row["restarts"] for row in run.steps()]
+    assert counted == sorted(counted), "each row is that of the learner that counts"
     assert summary["trained_trajectories"] == summary["ledger"]["uses"] - summary["ledger"]["redone_uses"]
     # where all attempts at a sample were lost with those who were killed, its group goes on without it
     missing = num_steps * 8 * 8 - summary["trained_trajectories"]
@@ -392,10 +385,14 @@ def test_the_summary_is_of_the_whole_life(run: Life):
     assert summary["overlap_frac"] > 0
     ledger = summary["ledger"]
     assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"] + ledger["handed_on"]
-    versions = [each["eval/version"] for each in json_rows(run.folder / "events.jsonl") if each["kind"] == "evaluated"]
-    assert versions[0] == "0.0"
-    assert versions[-1].endswith(f".{num_steps}")
-    assert len(versions) >= 3, "no evaluation during the run"
+    evaluations = json_rows(run.folder / "eval.jsonl")
+    assert all(type(value) in (int, float) for row in evaluations for value in row.values())
+    assert (evaluations[0]["policy_version"], evaluations[-1]["policy_version"]) == (0, num_steps)
+    assert evaluations[0]["start"] == 0 < evaluations[-1]["start"]
+    assert len(evaluations) >= 3, "no evaluation during the run"
+    told = json.loads((run.folder / "status.json").read_text())
+    assert told["buffer"]["ledger"] == ledger, "the ledger of the end"
+    assert told["published"] == f"{num_steps} (start {evaluations[-1]['start']})"
 
 
 def test_what_it_cost_is_a_profile_that_foretells_what_it_did(run: Life):
@@ -410,7 +407,7 @@ def test_what_it_cost_is_a_profile_that_foretells_what_it_did(run: Life):
     assert 2 <= profile.samples.lengths.mean <= 8
     assert profile.learner.score_token_s > 0, "trajectory balance has a reference"
     foretold = predict(world_of(load_config(run.folder / "config.toml"), profile), samples=8000)
-    rows = [run.of_last()[step] for step in sorted(run.of_last())][-LAST_STEPS + 3 :]
+    rows = run.steps()[-LAST_STEPS + 3 :]
     seconds = rows[-1]["finished_s"] - rows[0]["finished_s"]
     measured = sum(row["batch/trajectories"] for row in rows[1:]) / seconds
     most = 2.5 if FULL else 10  # others may have the cores for some of its steps

@@ -105,7 +105,7 @@ def check_deltas(folder: Path, version: PolicyVersion, out: Path) -> int:
             for file in (file_name(rank, dtype) for rank in range(2) for dtype in DTYPES):
                 if delta_name(file) in names:
                     entries = [entry for entry in manifest.tensors if entry.file == file]
-                    mine, parent = folder / str(version), folder / manifest.parent
+                    mine, parent = folder / version.key, folder / manifest.parent
                     rebuild_file(entries, mine / delta_name(file), parent / file, out)
                     assert out.read_bytes() == (mine / file).read_bytes()
                     num_checked += 1

@@ -1,6 +1,8 @@
 """A learner whose ranks do as a test says: pending calls, no process, a clock of its own."""
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,11 +125,12 @@ class Learner:
         write_checkpoint(self.checkpoints, step)
 
 
-def write_checkpoint(folder: Path, step: int) -> Path:
+def write_checkpoint(folder: Path, step: int, reports: Sequence[dict] = ()) -> Path:
     """What the command reads of one: its document. Every step of this learner makes two versions."""
     path = folder / f"step-{step:08d}"
     path.mkdir()
-    meta = CheckpointMeta(TrainingProgress(step, 2 * step, 0), num_stages=2, num_replicas=1, model="", files={})
+    progress = TrainingProgress(step, 2 * step, 0, reports=tuple(map(json.dumps, reports)))
+    meta = CheckpointMeta(progress, num_stages=2, num_replicas=1, model="", files={})
     (path / META_NAME).write_bytes(meta.encode())
     return path
 

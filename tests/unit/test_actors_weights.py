@@ -50,7 +50,7 @@ async def test_an_actor_too_far_behind_pulls_first_even_after_a_learner_restart(
         await actor.start()
         running = asyncio.create_task(actor.run())
         async with asyncio.timeout(60):
-            while actor.report().waiting != f"waiting for policy {newest[0]}.{newest[1]}":
+            while actor.report().waiting != f"waiting for policy {PolicyVersion(*newest)}":
                 await asyncio.sleep(0.01)
         assert not engine.started_at
         store.version = PolicyVersion(*newest)
@@ -62,12 +62,12 @@ async def test_an_actor_too_far_behind_pulls_first_even_after_a_learner_restart(
 async def test_a_version_that_never_comes_is_an_error_that_names_it():
     buffer = FakeBuffer(1, min_version=9)
     buffer.newest = (0, 9)
-    with pytest.raises(PolicyTimeout, match=r"policy 0\.9.*serves 0\.0"):
+    with pytest.raises(PolicyTimeout, match=r"policy 9.*serves 0"):
         await run_to_end(make_actor(buffer, weight_sync={"update_timeout_s": 0.05}))
 
 
 async def in_the_middle_of_an_update():
-    """An engine that is being given version 0.1, its actor, and the update, which waits for `engine.may_apply`."""
+    """An engine that is being given version 1, its actor, and the update, which waits for `engine.may_apply`."""
     engine, store = FakeEngine(), FakeStore()
     actor = make_actor(FakeBuffer(0), engine, store)
     await actor.start()
@@ -113,13 +113,13 @@ async def test_refused_weights_are_reported_passed_over_and_the_next_version_is_
     store.version = PolicyVersion(0, 1)
     actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
     await actor.start()
-    assert actor.report().refused == "0.1: a flipped byte"
+    assert actor.report().refused == "version 1: a flipped byte"
     store.version = PolicyVersion(0, 2)
     clock.now_s += 5
     await actor._follower.update()
     assert engine.version == (0, 0)
     report = actor.report()
-    assert (report.refused, report.updates) == ("0.2: of another model", [])
+    assert (report.refused, report.updates) == ("version 2: of another model", [])
     assert store.distrusted == [(0, 2)]
     store.version = PolicyVersion(0, 3)
     await actor._follower.catch_up(PolicyVersion(0, 3))
@@ -170,7 +170,7 @@ async def test_a_silent_weight_service_is_asked_again_and_ends_the_actor_only_if
 
     buffer, store = FakeBuffer(1, min_version=2), FakeStore()
     buffer.newest, store.silent = (0, 2), True
-    with pytest.raises(PolicyTimeout, match=r"policy 0\.2.*serves 0\.0.*did not answer"):
+    with pytest.raises(PolicyTimeout, match=r"policy 2.*serves 0.*did not answer"):
         await run_to_end(make_actor(buffer, FakeEngine(), store, clock=lambda: 200 * time.monotonic()))
 
 
@@ -184,7 +184,7 @@ async def test_a_fetch_that_takes_too_long_is_a_refusal_and_no_second_one_starts
     await until(lambda: store.fetched)
     monkeypatch.setattr(loop, "time", lambda: now_s() + 120)
     await update
-    assert "0.1: not read and verified within weight_sync.update_timeout_s = 120 s" in actor.report().refused
+    assert "version 1: not read and verified within weight_sync.update_timeout_s = 120 s" in actor.report().refused
     clock.now_s += 3
     await actor._follower.update()
     assert "an earlier look has not ended" in actor.report().refused

@@ -367,7 +367,7 @@ def test_a_weights_folder_with_the_versions_of_an_earlier_run_is_refused(capsys,
     (tmp_path / "NEWEST").write_text("0.12\n")
     status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--weight_sync.folder", tmp_path)
     assert status == WRONG_INPUT
-    assert "holds the weights of an earlier run, up to version 0.12" in error
+    assert "holds the weights of an earlier run, up to version 12" in error
 
 
 @pytest.mark.parametrize(

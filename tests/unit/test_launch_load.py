@@ -42,6 +42,23 @@ def test_paths_in_a_file_are_relative_to_the_file_and_paths_on_the_command_line_
     assert load_config(minimal, ["--model.path", "model"]).model.path == str(elsewhere / "model")
 
 
+def test_a_path_stays_as_it_was_written_where_it_leads_through_a_link(minimal, tmp_path, monkeypatch):
+    (tmp_path / "mnt" / "a" / "data").mkdir(parents=True)
+    data = tmp_path / "data"
+    data.symlink_to(tmp_path / "mnt" / "a" / "data")
+    config = load_config(minimal, ["--weight_sync.folder", f"{data}/weights", "--model.path", f"{data}/../model"])
+    assert (config.weight_sync.folder, config.model.path) == (f"{data}/weights", f"{data}/../model")
+    (data / "run.toml").write_text(MINIMAL.replace('"model"', '"./models//first"'))
+    assert load_config(data / "run.toml").model.path == f"{data}/models/first"
+    monkeypatch.chdir(data)
+    monkeypatch.setenv("PWD", str(data))
+    assert load_config(Path("run.toml"), ["--model.reference_path", "other"]).model.reference_path == f"{data}/other"
+    assert load_config(Path("run.toml")).model.path == f"{data}/models/first"
+    monkeypatch.setenv("PWD", str(tmp_path))
+    assert load_config(Path("run.toml")).model.path == f"{data.resolve()}/models/first", "PWD is of another folder"
+    assert str(config.model.path) in to_toml(config)
+
+
 def test_overrides_are_toml_values_or_plain_text(minimal):
     config = load_config(
         minimal, ["--learner.num_steps", "7", "--weight_sync.max_lag=unbounded", "--run.name", "first try"]

@@ -165,7 +165,7 @@ def test_every_pool_actor_and_process_is_in_it(run):
     pools = [(p.name, p.working, p.wanted, p.running, p.tokens_per_s) for p in snapshot.pools]
     assert pools == [("big", 1, 1, 30, 50.0), ("small", 1, 2, 0, 10.0)], "who was replaced is not missed"
     facts = [(a.name, a.pool, a.version, a.behind, a.restarts) for a in snapshot.actors]
-    assert facts[:2] == [("actor-0", "big", "0.7", 0, 1), ("actor-1", "small", "0.5", 2, 0)]
+    assert facts[:2] == [("actor-0", "big", "7", 0, 1), ("actor-1", "small", "5", 2, 0)]
     assert [a.state for a in snapshot.actors[2:]] == ["waiting for resources", "lost: given up: out of memory"]
     assert [a.since_s for a in snapshot.actors] == [1000.0] * 4
     assert [each.name for each in snapshot.stages] == ["stage.0", "stage.1"]
@@ -296,7 +296,7 @@ def test_everyone_who_waits_says_for_whom(who_waits):
         "published weights wait for space in /disk/weights",
         "5 actors (actor-0, actor-1, ...) wait for the learner: the bound on staleness grants no lease before it is "
         "further than version 7 (2 groups are ready for it)",
-        "actor-5 waits for policy 0.9, and 0.7 is the newest published",
+        "actor-5 waits for policy 0.9, and 7 is the newest published",
         "actor-6 evaluates policy 0.7",
     ]
 

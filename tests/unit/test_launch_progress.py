@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -10,6 +11,7 @@ from actors.engine_output import EngineReport
 from actors.report import ActorReport, WeightUpdate
 from buffer.length_model import LengthFidelity
 from common.costs import Moments
+from common.staleness import PolicyVersion
 from launch.config import Config
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
@@ -80,7 +82,7 @@ def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(observer):
     assert [row["step"] for row in rows] == [2]
     written, totals = observer.polled(), observer.totals
     assert written.lag_mean == pytest.approx(1.0)
-    assert (written.learner.restarts, totals.num_redone, totals.num_without_report(written.step)) == (1, 2, 0)
+    assert (written.learner.restarts, written.steps_redone, totals.num_redone) == (1, 2, 2)
 
 
 def test_a_learner_that_goes_back_further_than_was_said_is_believed(observer):
@@ -90,14 +92,7 @@ def test_a_learner_that_goes_back_further_than_was_said_is_believed(observer):
     assert (observer.status.step, observer.totals.lag_mean) == (4, pytest.approx(1.0))
 
 
-def test_steps_whose_report_died_with_their_process_are_counted(observer):
-    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0)]))
-    observer.take_in(PollResult(resumed_at=3, resumed_version=3))
-    observer.take_in(PollResult(steps=[step_row(4, 100, 0.0)]))
-    assert observer.totals.num_without_report(observer.status.step) == 2
-
-
-def test_steps_that_a_checkpoint_holds_and_no_report_told_are_counted_where_nothing_comes_after_them(observer):
+def test_the_summary_stands_where_a_restarted_learner_has_nothing_left_to_do(observer):
     observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
     observer.take_in(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
     nobody = Accuracy.of_event({})
@@ -109,7 +104,7 @@ def test_steps_that_a_checkpoint_holds_and_no_report_told_are_counted_where_noth
         quarantined_by_reason={},
     )
     summary = observer.summary(nobody, None, status)
-    assert (summary["num_steps"], summary["version"], summary["steps_without_report"]) == (10, 20, 3)
+    assert (summary["num_steps"], summary["version"]) == (10, 20)
     assert (summary["learner_restarts"], summary["steps_redone"]) == (1, 0)
     assert summary["quarantined_actors"] == []
 
@@ -202,37 +197,97 @@ class RecordedRun:
         pass
 
 
-def test_both_rows_of_a_step_that_was_taken_twice_are_in_the_file_and_the_first_alone_in_wandb(config, tmp_path):
-    folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", events=tmp_path / "events.jsonl", root=tmp_path)
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_that_is_taken_again_has_one_row_in_the_file_and_wandb_keeps_the_first(config, tmp_path):
+    folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
         tracker._wandb = wandb = RecordedRun()
-        for step, restarts in ((2, 0), (4, 0), (2, 1), (4, 1), (6, 1)):
-            tracker.step({"restarts": restarts}, step)
-    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    assert {row["step"]: row["restarts"] for row in rows} == {2: 1, 4: 1, 6: 1}
-    assert len(rows) == 5
-    assert wandb.steps == [2, 4, 4, 6]
+        for step in (2, 4, 6):
+            tracker.step({"loss": 1.0, "restarts": 0}, step)
+        tracker.go_back(3)
+        assert [row["step"] for row in read(folder.metrics)] == [2]
+        for step in (4, 6, 8):
+            tracker.step({"loss": 1.0, "restarts": 1}, step)
+    rows = read(folder.metrics)
+    assert [(row["step"], row["restarts"]) for row in rows] == [(2, 0), (4, 1), (6, 1), (8, 1)]
+    assert wandb.steps == [2, 4, 6, 6, 8]
+
+
+def test_a_step_whose_row_died_with_the_launcher_gets_it_from_the_checkpoint(config, tmp_path):
+    folder = RunFolder(tmp_path)
+    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"log_every": 1})})
+    reports = [{"step": step, "loss": step / 8} for step in (3, 4, 5)]
+    folder.metrics.write_text("".join(f'{{"step": {n}, "loss": 9.0, "restarts": 2}}\n' for n in (1, 2, 3)))
+    with Tracker(config, folder) as tracker:
+        kept = [*tracker.go_back(5, reports)]
+        tracker.step({"loss": 0.0, "restarts": 3}, 6)
+    assert kept == read(folder.metrics)[:-1]
+    assert [(row["step"], row["loss"], row["restarts"]) for row in read(folder.metrics)] == [
+        *((1, 9.0, 2), (2, 9.0, 2), (3, 9.0, 2)),
+        *((4, 0.5, 2), (5, 0.625, 2), (6, 0.0, 3)),
+    ]
+
+
+def test_rows_that_an_older_leeway_wrote_twice_and_its_evaluations_leave_one_row_a_step(config, tmp_path):
+    folder = RunFolder(tmp_path)
+    old = [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (4, 1)]
+    lines = [json.dumps({"step": step, "loss": 0.5, "restarts": restarts}) for step, restarts in old]
+    folder.metrics.write_text("\n".join([*lines, '{"step": 4, "eval/accuracy_greedy": 0.5}']) + "\n")
+    with Tracker(config, folder) as tracker:
+        tracker.go_back(3)
+    assert [(row["step"], row["restarts"]) for row in read(folder.metrics)] == [(1, 0), (2, 1), (3, 1)]
+
+
+def test_rows_stay_where_the_disk_has_no_room_for_those_that_are_to_be_left(config, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    with Tracker(config, folder) as tracker:
+        for step in (2, 4, 6):
+            tracker.step({"loss": 1.0, "restarts": 0}, step)
+        before = folder.metrics.read_bytes()
+        monkeypatch.setattr("os.fsync", MagicMock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            tracker.go_back(2)
+        assert folder.metrics.read_bytes() == before
+
+
+def accuracy(greedy: float, version: int = 0, start: int = 0) -> Accuracy:
+    policy = str(PolicyVersion(start, version))
+    return Accuracy(
+        versions=policy, policy_version=version, start=start, greedy=greedy, sampled=None, num_problems=8, num_failed=1
+    )
 
 
 def test_an_evaluation_of_a_learner_that_went_back_reaches_wandb_at_the_newest_step_it_knows(config, tmp_path):
-    folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", events=tmp_path / "events.jsonl", root=tmp_path)
-    with Tracker(config, folder) as tracker:
+    with Tracker(config, RunFolder(tmp_path)) as tracker:
         tracker._wandb = wandb = RecordedRun()
         for step in (2, 4, 2):
             tracker.step({"loss": 1.0}, step)
-        tracker.metrics({"eval/accuracy_greedy": 0.5}, 3)
-        tracker.metrics({"eval/accuracy_greedy": 0.6}, 5)
+        tracker.evaluated(accuracy(0.5), 3, 1.0)
+        tracker.evaluated(accuracy(0.6), 5, 2.0)
     assert wandb.steps == [2, 4, 4, 5]
-    assert wandb.rows[2:] == [{"eval/accuracy_greedy": 0.5}, {"eval/accuracy_greedy": 0.6}]
-    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows if "eval/accuracy_greedy" in row] == [3, 5]
+    assert [row["eval/accuracy_greedy"] for row in wandb.rows[2:]] == [0.5, 0.6]
+    assert wandb.rows[2]["eval/policy_version"] == 0
 
 
-def test_what_is_not_finite_is_null_and_an_evaluation_is_never_left_out(config, tmp_path):
-    folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", events=tmp_path / "events.jsonl", root=tmp_path)
+def test_an_evaluation_is_a_row_of_numbers_in_a_file_of_its_own(config, tmp_path):
+    folder = RunFolder(tmp_path)
+    with Tracker(config, folder) as tracker:
+        tracker.evaluated(accuracy(0.5), 0, 1.5)
+        tracker.evaluated(accuracy(float("nan"), version=10, start=3), 7, 9.25)
+    first, second = read(folder.evaluations)
+    assert first.keys() == second.keys()
+    assert all(value is None or type(value) in (int, float) for row in (first, second) for value in row.values())
+    names = ("step", "wall_s", "policy_version", "start", "accuracy_greedy", "num_problems", "num_failed")
+    assert [second[name] for name in names] == [7, 9.25, 10, 3, None, 8, 1]
+    assert not folder.metrics.read_bytes()
+
+
+def test_what_is_not_finite_is_null(config, tmp_path):
+    folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
         tracker.step({"loss": 1.0}, 1)
         tracker.step({"loss": float("nan"), "lr": 0.5}, 2)
-        tracker.metrics({"eval/accuracy_greedy": 0.5}, 3)
-    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    assert rows == [{"step": 2, "loss": None, "lr": 0.5}, {"step": 3, "eval/accuracy_greedy": 0.5}]
+    assert read(folder.metrics) == [{"step": 2, "loss": None, "lr": 0.5}]

@@ -2,22 +2,24 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
-from launch.config import Config, load_config
+from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError, ExitStatus
 from launch.mistakes import models_of
 from launch.observe.history import History, repair
 from launch.observe.observer import Observer
-from launch.observe.status import Accuracy, PollResult
-from launch.resume import FIXED, FREE, resume, wait_for_the_dead
+from launch.observe.status import Accuracy
+from launch.resume import FIXED, FREE, contents, identity_of, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
-from tests.unit.made_up_run import context, plan, status, step_row
+from tests.unit.made_up_run import context, plan, status
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -114,6 +116,122 @@ def test_a_task_with_other_prompts_is_refused(folder):
         resume(folder, [], print)
 
 
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A run of files of the user's, which lie in `tmp_path`: a reward that imports two others, rows, two models."""
+    from launch.checks import check
+
+    monkeypatch.setattr("actors.tasks.try_imports", lambda *_, **__: None)
+    for name in ("file.toml", "file_rows.jsonl", "demo_model"):
+        source = ROOT / "examples" / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    shutil.copytree(tmp_path / "demo_model", tmp_path / "reference")
+    (tmp_path / "file_reward.py").write_text(
+        "import json, beside\nfrom parts.scale import SCALE\n"
+        "def exact(completions, answer, **columns):\n    return [SCALE * beside.ONE for _ in answer]\n"
+    )
+    (tmp_path / "beside.py").write_text("ONE = 1.0\n")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "scale.py").write_text("SCALE = 1.0\n")
+    overrides = ["--model.reference_path", str(tmp_path / "reference")]
+    overrides += ["--task.rewards", json.dumps([f"{tmp_path}/file_reward.py:exact"])]
+    config = load_config(tmp_path / "file.toml", overrides)
+    plan = check(config, tmp_path / "runs" / "first")
+    plan.folder.create(config)
+    plan.folder.write_identity(identity_of(plan, tmp_path / "demo_model", None))
+    return plan.folder
+
+
+def changed(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "named"),
+    [
+        ("file_reward.py", "SCALE *", "0.5 * SCALE *", "the content of {}/file_reward.py"),
+        ("beside.py", "1.0", "2.0", "the content of {}/beside.py"),
+        ("parts/scale.py", "1.0", "2.0", "the content of {}/parts/scale.py"),
+        ("file_rows.jsonl", '"answer": "46"', '"answer": "47"', "the content of column answer of the task"),
+        ("demo_model/generation_config.json", "{", "{ ", "the content of model: generation_config.json"),
+        ("file.toml", "[model]", "[model] ", ""),
+    ],
+)
+def test_what_is_another_under_the_name_that_a_config_has_is_told_by_name(mine, file, old, new, named):
+    place = mine.root.parents[1]
+    assert resume(mine, [], print).history.changes == ""
+    changed(place / file, old, new)
+    found = resume(mine, [], print)
+    assert found.history.changes == named.format(place)
+    assert named.format(place) in found.describe()
+    (place / "unread.py").write_text("")
+    assert (
+        identity_of(found.plan, place / "demo_model", found.history).digests != mine.read_identity().digests
+        or not named
+    )
+
+
+def flip(path: Path, place: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    times = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda place: flip(place / "demo_model" / "model.safetensors"), "model: model.safetensors:"),
+        (lambda place: flip(place / "reference" / "model.safetensors"), "model.reference_path: model.safetensors:"),
+        (lambda place: changed(place / "demo_model" / "tokenizer.json", "{", "{ "), "model: tokenizer.json:"),
+        (lambda place: (place / "demo_model" / "chat_template.jinja").write_text("x"), "model: chat_template.jinja:"),
+        (
+            lambda place: changed(place / "demo_model" / "config.json", '"rms_norm_eps": 1', '"rms_norm_eps": 2'),
+            "model: config.json:",
+        ),
+    ],
+)
+def test_another_model_or_tokenizer_under_the_same_name_is_refused(mine, change, named):
+    change(mine.root.parents[1])
+    with pytest.raises(ConfigError) as error:
+        resume(mine, [], print)
+    assert str(error.value).startswith(named)
+    assert "the stored reference log-probabilities are of that model. Put it back, or start a new run" in str(
+        error.value
+    )
+
+
+def test_a_model_that_comes_once_the_run_starts_is_compared_then(mine):
+    found = resume(mine, [], print)
+    place = mine.root.parents[1] / "demo_model"
+    history = replace(found.history, digests=contents(found.plan, None))
+    assert identity_of(found.plan, place, history).digests == mine.read_identity().digests
+    flip(place / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^model: model\.safetensors"):
+        identity_of(found.plan, place, history)
+
+
+def test_a_run_folder_without_digests_is_resumed_and_gets_them(mine):
+    identity = mine.read_identity()
+    mine.write_identity(identity.model_copy(update={"digests": {}}))
+    flip(mine.root.parents[1] / "demo_model" / "model.safetensors")
+    found = resume(mine, [], print)
+    assert found.history.changes == ""
+    digests = identity_of(found.plan, mine.root.parents[1] / "demo_model", found.history).digests
+    assert {name for name in digests if digests[name] != identity.digests[name]} == {"model: model.safetensors"}
+
+
+def test_the_commit_that_a_model_of_the_hub_was_fetched_at_is_kept(tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for hub in ("some/model", "some/model@v2"):
+        assert ModelConfig(hub=hub).pinned(tmp_path / "snapshots" / commit).on_hub == ("some/model", commit)
+    assert ModelConfig(hub="some/model@v2").pinned(tmp_path / "elsewhere").hub == "some/model@v2"
+    assert ModelConfig(path="/m").pinned(tmp_path / commit).hub is None
+
+
 def test_a_buffer_of_another_run_is_refused(folder):
     from buffer.store import Store
 
@@ -177,68 +295,29 @@ def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(fol
         observer.phase("training")
     other.folder.status.rename(folder.status)
     history = History.read(folder)
-    assert (history.before.greedy, history.before.versions) == (0.5, "0.0")
+    assert (history.before.greedy, history.before.policy_version, history.before.versions) == (0.5, 0, "0")
     write_lines(folder.events, [{**later, "eval/version": "0.10"}, later])
     assert History.read(folder).before is None, "the run had no actors at first"
     assert history.wall_s == 80.0
-    assert [each["step"] for each in history.rows] == [1, 2]
+    assert history.last_step == 2
 
 
 def test_the_observer_counts_on_from_what_earlier_commands_reported(tmp_path):
     observer = Observer(plan(tmp_path / "run"), clock=lambda: 7.0, started_s=7.0 - 100.0)
-    rows = [row(1), row(2), row(3, **{"lag/token_max": 4}), row(2, restarts=1), row(3, restarts=1), row(4, restarts=1)]
+    rows = [row(1), row(2, restarts=1, **{"lag/token_max": 4}), row(3, restarts=1)]
     rows[0]["mismatch/lag0_abs"] = 1e-6
-    observer.take_up(rows, step=3, version=3)
+    observer.take_up(iter(rows), 3, 3, num_redone=5)
     summary = observer.summary(Accuracy.of_event({}), None, status())
     assert (summary["num_steps"], summary["version"], summary["wall_s"]) == (3, 3, 100.0)
     assert (summary["lag_max"], summary["learner_restarts"], summary["mismatch_lag0_abs"]) == (4, 2, 1e-6)
-    assert summary["steps_without_report"] == 0
-    assert summary["steps_redone"] == 2 + 1, "steps 2 and 3 were taken again, and 4 will be"
+    assert (summary["trained_tokens"], summary["steps_redone"]) == (30, 5)
 
 
-def test_steps_that_log_every_left_out_are_not_taken_for_lost(tmp_path):
-    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "3"))
-    observer.take_up([row(3), row(6)], step=8, version=8)
-    assert observer.totals.num_without_report(8) == 0
-    assert observer.totals.num_tokens == 8 * row(6)["batch/completion_tokens"]
-
-
-@pytest.mark.parametrize(("before", "now"), [(1, 10), (10, 1), (10, 10), (1, 1)])
-def test_rows_stand_for_as_many_steps_as_the_log_every_that_they_were_written_under_left_out(tmp_path, before, now):
-    rows = [row(step, log_every=before, resumed_at=0) for step in range(before, 31, before)]
-    for known in (rows, [{key: each[key] for key in each if key not in ("log_every", "resumed_at")} for each in rows]):
-        observer = Observer(plan(tmp_path / "run", "--tracking.log_every", str(now)))
-        observer.take_up(known, step=30, version=30)
-        totals = observer.totals
-        assert (totals.num_redone, totals.num_without_report(30), totals.num_tokens) == (0, 0, 300)
-
-
-def test_steps_without_a_row_are_taken_for_redone_as_far_as_it_is_known_where_the_learner_went_on(tmp_path):
-    rows = [row(50), row(100), row(100, restarts=1, resumed_at=90, log_every=50)]
-    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "50"))
-    observer.take_up(rows, step=130, version=130)
-    assert (observer.totals.num_redone, observer.totals.num_without_report(130)) == (10, 0)
-    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "50"))
-    observer.take_up([*rows[:2], row(100, restarts=1)], step=100, version=100)
-    assert (observer.totals.num_redone, observer.totals.num_without_report(100)) == (1, 0), "a row that does not say it"
-
-
-def test_steps_whose_reports_were_lost_before_a_restart_stay_without(tmp_path):
+def test_rows_stand_for_the_steps_that_log_every_left_out(tmp_path):
     observer = Observer(plan(tmp_path / "run"))
-    rows = [row(1), row(2), row(6, restarts=1, resumed_at=5, log_every=1)]
-    observer.take_up(rows, step=8, version=8)
-    assert observer.totals.num_without_report(8) == 3 + 2, "3 to 5, and 7 and 8"
-    observer = Observer(plan(tmp_path / "other", "--tracking.log_every", "5"))
-    observer.take_up([row(5), row(15, restarts=1, resumed_at=12, log_every=5)], step=15, version=15)
-    assert observer.totals.num_without_report(15) == 3, "the row of 10 did not come, nor anything after it"
-
-
-def test_a_row_says_where_its_learner_went_on_and_how_many_are_written(tmp_path):
-    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "5"))
-    observer.take_up([row(5)], step=7, version=7)
-    said = observer.take_in(PollResult(steps=[step_row(8, 10, 0.0)]))
-    said += observer.take_in(PollResult(steps=[step_row(8, 10, 0.0)], resumed_at=6, resumed_version=6))
-    assert [(each["resumed_at"], each["log_every"]) for each in said] == [(7, 5), (6, 5)]
+    observer.take_up([row(3), row(6), row(7)], step=9, version=9)
+    assert observer.totals.num_tokens == 9 * row(6)["batch/completion_tokens"]
+    assert observer.totals.num_redone == 0
 
 
 def test_a_run_whose_command_lives_is_refused_with_its_process(folder, capsys):

@@ -199,6 +199,20 @@ def test_reports_of_the_steps_before_a_loss_are_not_lost_and_say_which_learner_t
     assert (news.steps, news.resumed_at) == ([{"step": 1, "restarts": 1}], None)
 
 
+def test_a_report_that_died_with_its_learner_comes_from_the_checkpoint_and_comes_once(learner):
+    learner.start()
+    learner.stages.poll(0.0)
+    learner.ranks[1]("poll").end(StagePoll([{"step": 1}, {"step": 2}], "", ""))
+    assert [row["step"] for row in learner.stages.poll(0.0).steps] == [1, 2]
+    write_checkpoint(learner.checkpoints, 4, [{"step": 2}, {"step": 3, "lag_by_actor": {"a": {"0": 1}}}, {"step": 4}])
+    learner.ranks[1]("run").end(error=RayActorError())
+    learner.stages.watch()
+    learner.get_ready()
+    news = learner.stages.poll(0.0)
+    assert (news.steps, news.resumed_at) == ([{"step": 3, "restarts": 0}, {"step": 4, "restarts": 0}], None)
+    assert learner.stages.poll(0.0).resumed_at == 4
+
+
 def test_what_keeps_weights_from_being_published_is_told_and_silence_is_not_taken_for_nothing(learner):
     learner.start()
     assert learner.stages.poll(0.0).publishing is None, "asked, and the answer is owed"

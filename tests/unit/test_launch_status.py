@@ -11,6 +11,8 @@ import time
 import msgspec
 import pytest
 
+from buffer.ledger import COUNTS
+from common.staleness import PolicyVersion
 from launch.cli import main
 from launch.observe.observer import Observer
 from launch.observe.status import STALE_S, Accuracy, PollResult, read_status, write_status
@@ -106,7 +108,22 @@ def test_it_says_which_share_of_the_samples_failed_and_why(run, capsys, reasons)
     observer.polled()
     _, out, _ = said(capsys, "mine")
     told = ["8 of 100 samples failed (8.0%): reward failed: f: KeyError (5); lease expired (3)"]
-    assert [line for line in out.splitlines() if "failed" in line] == told[: len(reasons)]
+    assert [line for line in out.splitlines() if "samples failed" in line] == told[: len(reasons)]
+
+
+def test_every_count_of_the_identity_is_in_it(run, capsys):
+    _, observer = run
+    states = dict(zip(COUNTS, (100, 1, 90, 4, 5, 10, 20, 30, 6, 7, 8, 9), strict=True))
+    observer.take_in(PollResult(status=status(ledger={**states, "gap": 0})))
+    observer.polled()
+    _, out, _ = said(capsys, "mine")
+    told = dict(pair.split(" ") for pair in re.search(r"samples: (.*)", out)[1].split(", "))
+    assert {name: int(count) for name, count in told.items()} == {**states, "gap": 0}
+
+
+def test_a_version_is_a_number_and_says_of_which_start_it_is_where_it_is_not_the_first():
+    assert [str(PolicyVersion(start, 45)) for start in (0, 3)] == ["45", "45 (start 3)"]
+    assert PolicyVersion.parse(PolicyVersion(3, 45).key) == (3, 45)
 
 
 def test_as_json_it_is_the_file_and_whether_the_command_is_gone(run, capsys):
@@ -164,8 +181,8 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word_and_changes_no_sta
 
 def test_an_accuracy_has_the_digits_that_say_something(run, capsys):
     folder, observer = run
-    observer.evaluated(Accuracy(versions="0.0", greedy=0.123456789012345, sampled=None, num_problems=81))
+    observer.evaluated(Accuracy(versions="12 (start 2)", greedy=0.123456789012345, sampled=None, num_problems=81))
     observer.polled()
     with claimed(folder):
         _, out, _ = said(capsys)
-    assert "held-out accuracy at version 0.0: greedy 0.123, sampled - (81 problems)" in out
+    assert "held-out accuracy at version 12 (start 2): greedy 0.123, sampled - (81 problems)" in out

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from buffer.ledger import COUNTS
 from launch.observe.status import RunStatus, read_status, write_status
 from launch.observe.view import MARK, MAX_ROWS, View, lag_rows
 from launch.run_folder import RunFolder
@@ -57,7 +58,7 @@ def test_at_80_by_24_all_that_matters_is_there():
         *(stage.name for stage in snapshot.stages),
         "tokens/s generated",
         "groups ready",
-        "samples in flight",
+        *(f"{name} " for name in COUNTS),
         "trained ",
         "gap 0",
         MARK,
@@ -192,7 +193,7 @@ def test_the_view_follows_the_size_of_the_screen_and_what_the_run_writes_and_p_h
     terminal.resize(40, 12)
     terminal.wait_for(shows_the_run)
     terminal.resize(120, 40)
-    terminal.wait_for(lambda grid: shows_the_run(grid) and any("samples in flight" in line for line in grid.lines))
+    terminal.wait_for(lambda grid: shows_the_run(grid) and any("groups ready" in line for line in grid.lines))
     terminal.press("p")
     terminal.wait_for(lambda grid: "[paused]" in grid.lines[0])
     write_status(top.folder.status, msgspec.structs.replace(recorded("done"), run="renamed"))

@@ -205,7 +205,7 @@ def earlier(made) -> History:
     """Of a run that has taken no step."""
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))
     before = Accuracy(greedy=0.5, sampled=0.5, num_failed=0, num_problems=8, versions="0.0")
-    return History(identity, [], before, 0.0, "")
+    return History(identity, 0, before, 0.0)
 
 
 @pytest.mark.parametrize(

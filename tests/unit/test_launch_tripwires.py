@@ -143,7 +143,7 @@ def test_a_learner_that_takes_updates_and_publishes_none_is_told_with_what_it_wa
     trips = watched.looks(25, newest=3, version=4, publishing="space in /w (No space left on device), for 9 s")
     stuck = next(trip for trip in trips if trip.kind == "stuck")
     assert (stuck.who, stuck.action) == (LEARNER, "warn" if action == "quarantine" else action)
-    assert "version 4, and the newest published is 0.3 for 20 s" in stuck.text
+    assert "version 4, and the newest published is 3 for 20 s" in stuck.text
     assert "No space left on device" in stuck.text
     assert kinds(watched.looks(3, newest=4, version=4, publishing="")) == [
         ("stuck_ended", LEARNER),
@@ -248,7 +248,7 @@ def test_every_refusal_of_an_actor_is_told_once():
         for trip in watched.look(report("actor-0", 3, refused=refused), newest=4)
     ]
     assert [text.split(": ", 1)[1] for text in told] == ["0.4: cut", "0.5: of another model", "0.5: of another model"]
-    assert "actor-0 keeps version 0.3" in told[0]
+    assert "actor-0 keeps version 3" in told[0]
 
 
 # --- failing ------------------------------------------------------------------------------------------

@@ -1,12 +1,17 @@
 """Checkpoints of one process: atomic, asynchronous, checked, and refused where they belong to another model."""
 
 import errno
+import json
+import math
 import shutil
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from msgspec import structs
 from torch.distributed.checkpoint import filesystem
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,11 +21,13 @@ from common.hf_folder import model_identity
 from learner import checkpoint as checkpoint_file
 from learner.batch import Leaves
 from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress, live_tensors
+from learner.checkpoint_meta import META_NAME, CheckpointMeta, DamagedCheckpoint
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace, StageLost
 from learner.networks import Networks
 from learner.optimizer import UpdateDecision
 from learner.packing import micro_batches_asked
+from learner.stage import Stage
 from tests.world.learner import alone, build, make_networks, make_rows, weights_of
 
 SHAPE = {
@@ -58,6 +65,42 @@ def make_model(folder: Path, **changes) -> Path:
 
 def networks_of(model: Path, algorithm=BALANCE, precision="float64") -> Networks:
     return make_networks(model, CONFIG, algorithm, precision=precision)[0]
+
+
+def test_reports_are_sealed_too_and_a_document_of_an_older_leeway_that_knows_none_is_whole(tmp_path):
+    report = json.dumps({"step": 7, "loss": math.nan, "lag_by_actor": {"actor-0": {10: 1, 9: 2}}})
+    for reports in ((), (report,)):
+        meta = CheckpointMeta(TrainingProgress(7, 7, 0, reports=reports), 1, 1, "", {})
+        (tmp_path / META_NAME).write_bytes(meta.encode())
+        read = CheckpointMeta.read(tmp_path).progress
+        assert [each["step"] for each in read.unwritten] == [7] * len(reports)
+        assert all(each.keys() == {"step", "loss"} for each in read.unwritten)
+        document = json.loads(meta.encode())
+        del document["progress"]["reports"]
+        (tmp_path / META_NAME).write_text(json.dumps(document))
+        with pytest.raises(DamagedCheckpoint) if reports else nullcontext():
+            CheckpointMeta.read(tmp_path)
+
+
+def test_a_checkpoint_has_the_reports_of_which_nobody_has_said_that_they_are_written():
+    stage, saved = Stage.__new__(Stage), MagicMock()
+    stage._reports, stage._handed_over, stage._reports_lock = [], [], threading.Lock()
+    stage._progress, stage._saved_step, stage._checkpoints = TrainingProgress(0, 0, 0), -1, saved
+    stage._networks, stage._train_step, stage._bad_batches = MagicMock(), MagicMock(), MagicMock(non_finite_steps=())
+    stage._train_step.evaluator.drops_in_a_row = 0
+
+    def steps_in_checkpoint_after(step: int) -> list[int]:
+        stage._reports.append({"step": step})
+        stage._progress = structs.replace(stage._progress, step=step)
+        stage._save()
+        return [each["step"] for each in saved.save.call_args.args[1].unwritten]
+
+    assert steps_in_checkpoint_after(1) == [1]
+    assert steps_in_checkpoint_after(2) == [1, 2], "nobody has asked"
+    assert [each["step"] for each in stage.poll()] == [1, 2]
+    assert steps_in_checkpoint_after(3) == [1, 2, 3], "who asked may be killed before they are written"
+    assert [each["step"] for each in stage.poll()] == [3]
+    assert steps_in_checkpoint_after(4) == [3, 4]
 
 
 def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoints:

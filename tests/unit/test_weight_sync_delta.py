@@ -72,9 +72,9 @@ def deltas_of(folder: Path, version: int) -> set[str]:
 def rebuild(folder: Path, version: int, file: str, parent: int | None = None) -> bytes:
     """The file of a version, made from its delta and the file of the version before (or of `parent`)."""
     dtype = file.split(".")[1]
-    parent_file = folder / str(v(version - 1 if parent is None else parent)) / file
+    parent_file = folder / v(version - 1 if parent is None else parent).key / file
     entries = WeightStore(folder).manifest(v(version)).variant(dtype)
-    rebuild_file(entries, folder / str(v(version)) / delta_name(file), parent_file, folder / "out")
+    rebuild_file(entries, folder / v(version).key / delta_name(file), parent_file, folder / "out")
     return (folder / "out").read_bytes()
 
 

@@ -131,7 +131,7 @@ def test_a_version_that_retention_removed_is_gone_and_the_newer_one_is_not(machi
     puller = machine.puller()
     for version in range(4):
         publish(machine.folder, version, keep_versions=1)
-    with pytest.raises(WeightsGone, match=r"version 0\.0 is not in"):
+    with pytest.raises(WeightsGone, match=r"version 0 is not in"):
         puller.fetch(v(0))
     with puller.fetch(v(3)) as staged:
         assert_holds(staged, 3)

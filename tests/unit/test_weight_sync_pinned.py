@@ -122,7 +122,7 @@ class World:
         publish(self.folder, FIRST, SECOND)
 
     def info(self, version):
-        return {"folder": str(self.folder), "version": str(version), "dtype": DTYPE}
+        return {"folder": str(self.folder), "version": version.key, "dtype": DTYPE}
 
     def begin(self, version) -> None:
         self.worker.begin_weight_verification(self.info(version))
@@ -142,7 +142,7 @@ class World:
 
     def spoil(self, version) -> None:
         """Every byte of its file becomes another, in place: a map of the file shows it."""
-        path = self.folder / str(version) / PART
+        path = self.folder / version.key / PART
         with path.open("r+b") as file:
             file.write(bytes(255 - byte for byte in path.read_bytes()))
 

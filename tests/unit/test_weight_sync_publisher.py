@@ -42,9 +42,9 @@ class Stubborn(WeightStore):
         super().write_part(part, files)
 
     def commit(self, manifest, keep_versions):
-        self._maybe_fail("commit", str(manifest.policy))
+        self._maybe_fail("commit", manifest.policy.key)
         super().commit(manifest, keep_versions)
-        self._maybe_fail("after_commit", str(manifest.policy))
+        self._maybe_fail("after_commit", manifest.policy.key)
 
     def _maybe_fail(self, call: str, version: str):
         if call != self.call:
@@ -139,7 +139,7 @@ def test_publish_waits_for_a_slow_disk_instead_of_filling_memory(folder: Path):
     publisher = alone(sink, timeout_s=0.1)
     for version in range(NUM_COPIES):
         publisher.publish(v(version), weights(version))
-    with pytest.raises(PublishFailed, match=r"waited 0\.1 s to take version 0\.2: stage 0 is still busy"):
+    with pytest.raises(PublishFailed, match=r"waited 0\.1 s to take version 2: stage 0 is still busy"):
         publisher.publish(v(2), weights(2))
     sink.gate.set()
     publisher.flush(10)
@@ -188,7 +188,7 @@ def test_what_is_no_weight_is_refused(folder: Path):
     with pytest.raises(ValueError, match=r"'w' is torch\.int64"):
         publisher.publish(v(0), {"w": torch.ones(2, dtype=torch.int64)})
     publisher.publish(v(0), weights())
-    with pytest.raises(ValueError, match=r"version 0\.0 was published after 0\.0"):
+    with pytest.raises(ValueError, match=r"version 0 was published after 0"):
         publisher.publish(v(0), weights())
     publisher.close()
     with pytest.raises(PublishFailed, match="is closed"):
@@ -231,7 +231,7 @@ def test_while_there_is_no_space_it_is_said_for_what_and_how_long(folder: Path, 
         assert len(caplog.records) == 1
         clock[0] += 60
         wait_until(lambda: len(caplog.records) == 2, "a warning every minute")
-    assert f"version 0.0 waits for space in {folder}" in caplog.text
+    assert f"version 0 waits for space in {folder}" in caplog.text
     assert WeightStore(folder).newest() is None
     sink.times = 0
     publisher.flush(10)
@@ -243,7 +243,7 @@ def test_while_there_is_no_space_it_is_said_for_what_and_how_long(folder: Path, 
 def test_a_disk_that_stays_full_ends_publishing_with_what_to_try(folder: Path):
     publisher = alone(Stubborn(folder, full(), times=10**9), timeout_s=0.2)
     publisher.publish(v(0), weights())
-    match = rf"version 0\.0 waited \d+ s for space in {folder} \(No space left on device\); free some"
+    match = rf"version 0 waited \d+ s for space in {folder} \(No space left on device\); free some"
     with pytest.raises(PublishFailed, match=match):
         publisher.flush(10)
     with pytest.raises(PublishFailed, match="No space left"):
@@ -255,7 +255,7 @@ def test_an_old_learner_that_still_runs_is_not_heard_twice(folder: Path):
     sink = Stubborn(folder, call="commit")
     publisher = alone(sink)
     publisher.publish(v(9), weights())
-    with pytest.raises(PublishFailed, match=r"0\.9 cannot follow 1\.0"):
+    with pytest.raises(PublishFailed, match=r"9 cannot follow 0 \(start 1\)"):
         publisher.flush(10)
     assert sink.tried == ["0.9"]
 
@@ -301,7 +301,7 @@ def test_a_failing_callback_surfaces_at_the_next_call(folder: Path):
         raise RuntimeError(f"nobody heard of {version}")
 
     publisher.publish(v(0), weights(), on_committed=fail)
-    with pytest.raises(PublishFailed, match=r"nobody heard of 0\.0"):
+    with pytest.raises(PublishFailed, match=r"nobody heard of 0"):
         publisher.flush(10)
 
 
@@ -357,7 +357,7 @@ def test_a_part_that_is_long_in_coming_is_named_meanwhile(folder: Path, monkeypa
     assert lead.waiting_for == ""
     clock[0] = 30.0
     wait_until(lambda: lead.waiting_for, "the wait to be named")
-    assert lead.waiting_for == "the part of stage 0 for version 0.0, for 30 s"
+    assert lead.waiting_for == "the part of stage 0 for version 0, for 30 s"
     publish_other = publisher_of(folder, rank=0, num_stages=2)
     publish_other.publish(v(0), {"a": torch.ones(1)})
     lead.flush(10)

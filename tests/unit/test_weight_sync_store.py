@@ -83,7 +83,7 @@ def test_tensors_of_another_version_are_refused(folder: Path):
 def test_a_manifest_of_another_version_is_refused(folder: Path):
     publish(folder, v(0), v(1))
     (folder / "0.1" / MANIFEST_NAME).write_bytes((folder / "0.0" / MANIFEST_NAME).read_bytes())
-    with pytest.raises(WeightsCorrupt, match=r"describes version 0\.0, not 0\.1"):
+    with pytest.raises(WeightsCorrupt, match=r"describes version 0, not 1"):
         puller_of(folder).fetch(v(1))
 
 
@@ -106,7 +106,7 @@ def test_a_version_without_a_manifest_does_not_exist(folder: Path):
     publish(folder, v(0), v(1))
     (folder / "0.1" / MANIFEST_NAME).unlink()
     assert WeightStore(folder).committed() == [v(0)]
-    with pytest.raises(WeightsGone, match=r"0\.1"):
+    with pytest.raises(WeightsGone, match="version 1 is not"):
         puller_of(folder).fetch(v(1))
 
 
@@ -182,7 +182,7 @@ def test_versions_only_grow_even_across_publishers(folder: Path):
     publish(folder, v(5, incarnation=1))
     zombie = publisher_of(folder)
     zombie.publish(v(9), weights())
-    with pytest.raises(PublishFailed, match=r"0\.9 cannot follow 1\.5"):
+    with pytest.raises(PublishFailed, match=r"9 cannot follow 5 \(start 1\)"):
         zombie.flush(10)
     assert puller_of(folder).newest() == v(5, incarnation=1)
 
@@ -191,7 +191,7 @@ def test_an_older_version_replayed_into_the_store_is_never_the_newest(folder: Pa
     publish(folder, v(0), v(1))
     publish(tmp_path / "replayed", v(0))
     store = WeightStore(folder)
-    with pytest.raises(PublishFailed, match=r"0\.0 cannot follow 0\.1"):
+    with pytest.raises(PublishFailed, match=r"0 cannot follow 1"):
         store.commit(WeightStore(tmp_path / "replayed").manifest(v(0)), 3)
     assert store.newest() == v(1)
 
