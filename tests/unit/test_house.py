@@ -8,7 +8,7 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 182,
-    "lines": 50_250,
+    "lines": 51_225,
     "longest file": 477,
     "longest function": 57,
     "modules imported by exactly one other": 38,
