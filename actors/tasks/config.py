@@ -77,9 +77,12 @@ class _AnswerRule(_NamedReward):
 
 
 class MathRule(_AnswerRule):
-    """1 where math-verify finds the completion's last answer equal to the row's, else 0."""
+    """1 where the completion's last answer equals the row's, by value for numbers, else by math-verify; else 0."""
 
     type: Literal["math"] = "math"
+    answer_tag: str | None = Field(
+        default=None, description="Read only what stands between <TAG> and </TAG>; unset: the whole completion."
+    )
 
 
 class ExactRule(_AnswerRule):

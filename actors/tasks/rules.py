@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 
@@ -27,12 +27,7 @@ from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
 ANSWERS = ("answer", "solution", "ground_truth")
 TESTS = ("tests", "test_list")
 """Where a rule looks that is not told its column, in this order."""
-_KEPT_ANSWERS = 1024
-"""Parsed, for the samples of a group share theirs."""
-_WITH_EXPONENT = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?!\w|\.\d)")
-"""A number in which math-verify takes the e for Euler's; written out, one of more digits would fill the memory."""
-_Matches = Callable[[str, str], bool | NoScore]
-"""Is a completion right by this answer?"""
+_Matches = Callable[[str, str], bool | NoScore]  # whether a completion is right by this answer
 
 
 def check_rule(
@@ -116,7 +111,7 @@ def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:
 
 def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Matches:
     if isinstance(rule, MathRule):
-        return _load_math()
+        return _load_math(rule.answer_tag)
     if isinstance(rule, RegexRule):
         pattern = re.compile(rule.pattern)
         if rule.column is None:
@@ -135,7 +130,7 @@ def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Match
 
 
 def _last_group(pattern: re.Pattern[str], completion: str) -> str | None:
-    last = next(iter(deque(pattern.finditer(completion), maxlen=1)), None)
+    *_, last = [None, *pattern.finditer(completion)]
     return None if last is None or last[1] is None else str(last[1]).strip()
 
 
@@ -148,6 +143,100 @@ def _between(completion: str, tag: str | None) -> str:
     return text.strip() if opened and closed else ""
 
 
+# --- exact numbers --------------------------------------------------------------------------------------
+
+_Number = tuple[Fraction, int]  # the value as it is written; 100 where a percent sign follows, else 1
+_LONGEST = 3000  # characters of an answer that is read, digits of a power that is computed (1e999999999 is not)
+_SIGNS = str.maketrans(
+    "\u2212\u2013\u2012\u2010\u2011\u00d7\u2715\u22c5\u2219\u00f7\u2044", "-----····//", "\u200b\u2060\ufeff"
+)
+_PART = r"(?:\{\s*([-+]?[\d.]+(?:\^[-+]?\d+)?)\s*\}|(\d))"
+_SPELLINGS = (  # to 1234567, 2·10^-5, 1/2, 3 1/2, -7, 7%
+    (r"(?<=\d)(?<!\d{4})(?<!\b0)(?:,\\!|\{,\}|\\[,;: ]|[,'_\u2019 ])(?=\d{3}(?!\d|,\d\d?\b| ?/))", ""),
+    (r"[ \t]*(?:·|\\(?:times|cdot)(?![A-Za-z]))[ \t]*|(?<=[\d.])[ \t]*[xX][ \t]*(?=\d)", "·"),
+    (r"[ \t]*(?:/|\\div(?![A-Za-z]))[ \t]*", "/"),
+    (r"[ \t]*\^[ \t]*(?:[({]\s*([-+]?\d+)\s*[)}])?|(?<=\d)(?:\*\*| \*\* )(?=[-+]?\d)|<sup>([-+]?\d+)</sup>", r"^\1\2"),
+    (r"(?<=\d)\{,\}(?=\d)", "."),
+    (r"<[|/]{0,2}[A-Za-z][^<>\n]*>|<(?=[^A-DF-Za-df-z<>\n]*>)", "   "),
+    (r"\\(?:left|right|displaystyle|q?quad|approx|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ()\[\]]|[~&]", " "),
+    (r"(?<=\d)\s*(?=\\[dtc]?frac)|\b(?:USD?|EUR|GBP|INR|Rs)\.? ?(?=[-+]?[\d.])", " "),
+    (rf"(?<![/^}}])\\[dtc]?frac\s*{_PART}\s*{_PART}(?!\s*[\d^]|\.\d)", r"\1\2/\3\4"),
+    (r"\\(?:text|math|[mf]box|underline)\w*\s*\{([^{}]*)\}|((?:[=:({\[$|]|\A)[ \t]*[-+])[ \t]+(?=[\d.])", r"\1\2"),
+    (r"(?<![A-Za-z0-9)\]}%])-[*`\"'$€£¥₹]+(?=[\d.])|\b(?:minus|negative)[ \t]+(?=[\d.])", "-"),
+    (r"[ \t]*(?:\\?%|\b(?:per ?cent|percentage|pct)\b)", "%"),
+)
+_NUMBER = r"(\d+(?:\.\d*)?|(?<![A-Za-z\d.])\.\d+)(?:[eE]([-+]?\d+))?(?:\^([-+]?\d+)(?!\.?\d))?"
+_TERM = r"(?:\d+ (?=\d+/\d))?" + re.sub(r"\((?!\?)", "(?:", _NUMBER)
+_TIMES = r"(?<!\.)(?: ?[/·] ?|\*| \* )[-+]?"
+_STARTS = r"(?:(?<![A-Za-z0-9)}%^+-])(?<!\d[ .\]])[-+])?(?<![A-Za-z0-9^])(?<![^\W_]_)(?<!_\{)(?<!\^[-+])(?<!\d\.)"
+_RUN = rf"{_STARTS}{_TERM}(?:{_TIMES}{_TERM})*"
+_UNIT = r"(?!sqrt|sin|cos|tan|log|exp|and|mod|hundred|thousand|[mbtr]+illion)(?:[cmk]m|[km]g|ml|ft|hr|m/s|[A-Za-z]{3,})"
+_ALONE = rf"[\s({{\[$€£¥₹]*({_RUN})[\s)\]}}$€£¥₹°.,*]*(%?)[\s)\]}}$°.,]*(?:{_UNIT}(?:[\sA-Za-z./)}}]|\^-?\d)*)?"
+_PART_OF_MORE = re.compile(  # what stands before \1 or behind \2, which enclose a number
+    r"(?:[-+][ \t*`\"'$({\[]*|[\w)\]}%] *[/·^][({]*|[)\]}] *\* *|[√±^]\{?|(?<![A-Za-z])—|\d(?::|[.:]?\()|[\]}]\s*\{\s*"
+    r"|\\[A-Za-z]+(?:_\w+)?[\s{(]*|(?:(?<![-=\n>])>|<|[<>!]=|[≤≥≠])[ \t]*|\b(?:sqrt|log|ln|exp|sin|cos|tan)\W{0,2}"
+    r"|(?:\bnot|n't|than|instead of) |[\d)}$]\W{0,3}\bor\W{0,3})\x01|[.\d]\d\x02\.\.|\x02(?:[)\]}]*\^|_\d|[.,:]\d"
+    r"|[xyzikKMB]\b|[eEbxo]\d| *(?:[π√∞±]|\\(?:pi|sqrt|pm|[lc]?dots|frac)|[-+*·/] *[({\\]|hundr|thous|[mbtr]+ill))"
+)
+_SEVERAL = re.compile(  # in these math-verify takes one of several answers, or a part for the whole
+    r"(?<!\\);|[±…]|(?<![\\{]),(?!\d{3})|\b(?:or|and)\b|\.{3}|\\(?:pm|n|[lc]?dots)|\\text\w*\{[^{}]*\d|illion|thousand|[\d)}]_"
+)
+_BOX = re.compile(r"\\boxed\s*(?:\{(" + r"(?>[^{}]|\{" * 5 + r"[^{}]*" + r"\})*+" * 5 + r")\}|([^{\n]+))")
+
+
+def _spelled(text: str) -> str:
+    text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻]+", r"^\g<0>", re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text))
+    text = normalize("NFKC", text).translate(_SIGNS)
+    for pattern, new in _SPELLINGS:
+        text = re.sub(pattern, new, text)
+    return text
+
+
+def _value(run: str) -> Fraction | None:
+    value = Fraction(1)
+    for times, whole, above, digits, exponent, power in re.findall(rf"({_TIMES}|[-+])?(?:(\d+) (\d+)/)?{_NUMBER}", run):
+        size, is_zero = (len(digits) + abs(int(exponent or 0))) * abs(int(power or 1)), not Fraction(digits)
+        if size > _LONGEST or (is_zero and (whole or power or "/" in times)):
+            return None
+        term = Fraction(digits) * Fraction(10) ** int(exponent or 0)
+        term = int(whole) + int(above) / term if whole else term ** int(power or 1)
+        value *= (1 / term if "/" in times else term) * (-1) ** times.count("-")
+    return value if max(abs(value.numerator), value.denominator) < 10**_LONGEST else None
+
+
+def _last_number(text: str) -> _Number | None:
+    """Return the last number of prose; None where it is part of something else, as in 5 or 7, x > 7, sqrt(7)."""
+    end = max((each.end() for each in re.finditer(r"[\d¼-¾⅐-⅞]+", text)), default=0)
+    text = "\n" + (text[: end + 80] if end <= _LONGEST else re.sub(r"^\S+", "", text[end - _LONGEST : end + 80]))
+    text = re.sub(r"(?m)^[ \t]*[-+*•][ \t]+", "", text)  # bullets
+    text = _spelled(re.sub(r"(?<![\d.,(\[{])(?![1-9]\d{0,2},\d{3}(?!\d))(\d+),(\d+)(?![\d.,]*\d)", r"\1.\2", text))
+    *_, run = [None, *re.finditer(_RUN, text)]
+    value = _value(run[0]) if run else None
+    if not run or value is None or _PART_OF_MORE.search(f"{text[: run.start()]}\x01{run[0]}\x02{text[run.end() :]}"):
+        return None
+    return value, 100 if text[run.end() :].lstrip("*_`$)}]\"'").startswith("%") else 1
+
+
+def _answer(text: str) -> tuple[_Number | None, str]:
+    """Return the number that is the answer, if it is one, and the formula that is; the last box before all else."""
+    text = text.replace("\\$", "£").replace("$$", "$")
+    box = _BOX.match(text, max(text.rfind("\\boxed"), 0))
+    start, formula = (box.start(), box[1] or box[2] or "") if box else (0, "")
+    if not formula.strip():
+        end = max(map(text.rfind, ("$", "\\)", "\\]")))
+        start = max(text.rfind(opening, 0, max(end, 0)) for opening in ("$", "\\(", "\\["))
+        is_last = start >= 0 and end > max(map(text.rfind, "0123456789"))
+        formula = text[start + (1 if text[start] == "$" else 2) : end] if is_last else ""
+    if re.search(r"[\d$)}]\W*\bor\W*$", text[:start][-20:]):
+        formula += " or"
+    left, _, right = formula.rpartition("=")
+    is_one = len(right) < _LONGEST and not _SEVERAL.search(left.partition("=")[2]) and left[-1:] not in tuple("<>!")
+    if is_one and (found := re.fullmatch(_ALONE, _spelled(right))) and (value := _value(found[1])) is not None:
+        return (value, 100 if found[2] else 1), formula
+    is_formula = box or re.search(r"\\[A-Za-z]|[\w)}][\^_]|[<>=|]", formula)
+    return (None, formula) if is_formula else (_last_number(text), "")
+
+
 # --- math-verify ----------------------------------------------------------------------------------------
 
 
@@ -158,26 +247,41 @@ def _check_math() -> None:
         )
 
 
-def _load_math() -> _Matches:
+def _load_math(tag: str | None) -> _Matches:
     """Without math-verify's own limits of time, which are alarms: what takes too long is ended with this process."""
     _check_math()
     from math_verify import parse, verify
+    from sympy import Basic, Float, Rational  # type: ignore[import-untyped]
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
 
     def parsed(text: str) -> list[Any]:
-        return list(parse(_WITH_EXPONENT.sub(lambda found: f"{Decimal(found[0]):f}", text), parsing_timeout=None))
+        text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?!\w|\.\d)", r"{\1*10^{\2}}", text[-20_000:])
+        is_endless = re.search(r"(?:[({\[][^(){}\[\]]*){40}|\^[\s{(]*[-+]?\d{5,}", text)  # it would take minutes
+        found = [] if is_endless else parse(text, parsing_timeout=None)
+        return [x.xreplace({y: Rational(str(y)) for y in x.atoms(Float)}) if isinstance(x, Basic) else x for x in found]
 
-    @lru_cache(_KEPT_ANSWERS)
-    def right_one(answer: str) -> list[Any]:
+    @lru_cache(1024)  # the samples of a group share their answer
+    def right_one(answer: str) -> tuple[_Number | None, list[Any]]:
         text = answer.rpartition("####")[2].strip()  # of GSM8K, whose answers show how they are found
-        is_marked = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
-        return parsed(text if is_marked else f"\\boxed{{{text}}}")
+        number = None if "=" in text else _answer(f"\\boxed{{{text}}}")[0]
+        exact = [Rational(number[0] / number[1])] if number else None
+        return number, exact or parsed(text if re.search(r"\$|\\boxed|\\[(\[]", text) else f"\\boxed{{{text}}}")
 
     def matches(answer: str, completion: str) -> bool | NoScore:
-        right = right_one(answer)
-        if not right:
+        right, formulas = right_one(answer)
+        if not formulas:
             return NoScore("the row's answer is no mathematics", repr(answer[:200]))
-        return bool(verify(right, parsed(completion), timeout_seconds=None))
+        text = _between(completion, tag)
+        text = text.rpartition("</think>")[2].strip() or text
+        given, formula = _answer(text)
+        if right and given:
+            (share, per), (number, one) = (right, given) if right[1] > given[1] else (given, right)
+            as_named = number if number.denominator == 1 < abs(number) else None  # 50% for 50, as math-verify has it
+            return share == number if per == one else share in (100 * number, as_named)
+        if right:
+            text = "" if _SEVERAL.search(formula) else f"\\boxed{{{formula}}}"
+        found = [Rational(given[0] / given[1])] if given and not re.search(r"[$\\]", text) else parsed(text)
+        return bool(verify(formulas, found, numeric_precision=100, timeout_seconds=None))
 
     return matches

@@ -171,6 +171,91 @@ def test_mathematics_is_compared_by_value(answer, completion, expected):
     assert reward(completion, "math", answer) == expected
 
 
+def math(completion, answer, **keys):
+    pytest.importorskip("math_verify")
+    return reward(completion, "math", answer, **keys)
+
+
+@pytest.mark.parametrize(
+    "wrapped", ["<final>{}</final>", "**{}**", "`{}`", '"{}"', "({})", "[{}]", "{{{}}}", "<{}>", "__{}__"]
+)
+@pytest.mark.parametrize("end", ["", ".", "\n", " km", " m^2", "\u20ac"])
+def test_the_last_number_is_the_answer_whatever_touches_it(wrapped, end):
+    assert math(f"<think>3, or 8?</think>So 3 and then {wrapped.format('8')}{end}", "8") == 1.0
+    assert math(f"<think>3, or 8?</think>So 8 and then {wrapped.format('3')}{end}", "8") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("2/3", r"\frac23", "0.666667"),
+        ("1/10^40", "1e-40", "1e-41"),
+        (10**30, "10^30", str(10**30 + 1)),
+        ("0.1", r"\boxed{\frac{1}{10}}", "0.10000000000000000001"),
+        ("-12", "it is \u221212", "it is 12"),
+        ("-12", r"\boxed{- 12}", r"\boxed{12}"),
+        ("-12", "negative 12", "12"),
+        ("-12", "a loss of -$12", "$12"),
+        ("2,345,678", "2\u202f345\u202f678", "678"),
+        ("2345", r"2{,}345", "345"),
+        ("7/4", r"1\frac{3}{4}", r"\frac{3}{4}"),
+        ("7/4", "1\u00be", "\u00be"),
+        ("3e5", "3 \u00d7 10\u2075", "3 \u00d7 105"),
+        ("3e5", r"$3\times 10^{5}$", "5"),
+        ("3e-5", "3*10^-5", "3*10^5"),
+        ("0.25", "25%", "0.25%"),
+        ("25", "25%", "2500"),
+        ("25%", "0.25", "0.0025"),
+        ("25%", "25", "2500"),
+        ("0.5", "50%", "0.5%"),
+        ("-3", "\u2026-3", "\u20263"),
+        ("1/3", r"It is \frac{1}{3}.", "{1}/{3} of 3"),
+        ("9", r"\boxed{9}, which took 4 steps", r"\boxed{4}, which took 9 steps"),
+        ("9", r"\boxed{4}. No: \boxed{9}", r"\boxed{9}. I mean that \boxed{4}"),
+        ("9", r"$x = \sqrt{81}$", r"$\sqrt{9}$"),
+        ("9", "an area of 9 cm^2", "an area of 3 cm^9"),
+        ("64", "2**6", "6"),
+        ("Twice 4 is 8.\n#### 8", "#### 8", "#### 4"),
+        (8.0, "8", "8.0000000001"),
+        (r"x = 10^{-8}", r"$x = 10^{-8}$", r"$x = 10^{-9}$"),
+        (r"\{1, 0.00000001\}", r"$\{0.00000001, 1\}$", r"$\{0.00000002, 1\}$"),
+        (r"\sqrt{16}", "<think>4</think><answer>4</answer>", "so 4? <answer>5</answer>"),
+    ],
+)
+def test_numbers_are_compared_exactly_however_they_are_written(answer, right, wrong):
+    assert (math(right, answer), math(wrong, answer)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "6 or 9", "9 or 6", r"\boxed{9} or \boxed{6}", r"\boxed{6 \text{ or } 9}", r"\boxed{x = 6, x = 9}",
+        "$6$ or $9$", "x > 9", r"\boxed{x \le 9}", r"\boxed{\neq 9}", "not 9", "sqrt(9)", "\u221a9", "x^9", r"$9\pi$",
+        "9x", "\u00b19", "9 million", r"\boxed{9 \text{ thousand}}", r"\boxed{9_{16}}", "9^0.5", "x + 9", "3:9", "9/0",
+        "1 - 9", "9e99999999", r"\boxed{9^{99999999}}", r"\boxed{9.9\ldots}", r"\boxed{9 \text{ and 6 tenths}}", "x_9",
+        "CO9", "<think>9</think> I see.",
+    ],
+)  # fmt: skip
+def test_what_is_not_one_number_is_never_taken_for_it(completion):
+    assert math(completion, "9") == 0.0
+
+
+def test_a_number_is_read_between_the_tags_alone_where_the_rule_has_one():
+    assert math("<final>4</final> of 9", "4", answer_tag="final") == 1.0
+    assert math("<final>4</final> of 9", "9", answer_tag="final") == 0.0
+    assert math(r"<final>\boxed{4}</final>", "4", answer_tag="final") == 1.0
+    assert math("it is 4", "4", answer_tag="final") == 0.0
+
+
+@pytest.mark.parametrize("answer", ["7", r"\sqrt{3}"])
+@pytest.mark.parametrize(
+    "piece", ["8", "{", r"\boxed{", "$", "8 ", "1+", "1/", "-", ",123", r"\frac{", "(", "<a", "2^", "\\", "^"]
+)
+def test_a_megabyte_of_anything_is_read_without_a_wait(piece, answer):
+    assert math(piece * (2**20 // len(piece)) + " 6", answer) == 0.0
+    assert math(r"\boxed{" + "{" * 2**18 + "6" + "}" * 2**18 + "}", answer) == 0.0
+
+
 def test_math_verify_sets_no_alarm_of_its_own(monkeypatch):
     pytest.importorskip("math_verify")
     monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("its limit of time is on"))
