@@ -3,13 +3,15 @@
 The process loads the function itself, from the task's section of the config, so no code travels: only problems and
 completions do, as JSON, and numbers come back. It makes one call at a time, in its main thread, where alarms and signal
 handlers work; what an `async def` returns is awaited there, in one event loop for all calls, so connections last. A
-call that does not end is ended with its process, and everything that it has started.
+call that does not end is ended with its process, and everything that it has started, also in sessions of its own: a
+guardian between it and the actor is the parent of all that lose theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import inspect
 import io
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import msgspec
+import psutil
 from pydantic import TypeAdapter
 
 from actors.config import OFFLINE_ENV
@@ -49,6 +52,9 @@ _FIRST_TO_GO = 1000
 _MOST_CHARACTERS = 4000
 """Of a traceback, and of anything else that a user's function says of itself."""
 _NOT_STARTED = "its process did not start"
+_CLOSED_STATUS = 121
+"""Exit status of a process whose function has closed the descriptor by which it answers."""
+_PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!I")
 _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 """Folders whose code is between us and the user's function."""
@@ -124,9 +130,7 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, function: RewardFunction, timeout_s: float) -> RewardProcess:
-        """Start a process, and have it load the function within this time.
-
-        The kernel ends the process with the thread that started it: the one of the event loop.
+        """Start a process, and have it load the function within this time. It ends with this one.
 
         Raises:
             CallFailed: the function cannot be loaded, or the process ended, or took too long.
@@ -140,8 +144,8 @@ class RewardProcess:
                     stdin=subprocess.DEVNULL,
                     env=_environment(),
                     pass_fds=[descriptor],
-                    # no signal of the terminal, and what it starts ends with it; a session of its own would do that
-                    # too, but be scheduled as one (CONFIG_SCHED_AUTOGROUP), and wait beside busy engines
+                    # no signal of the terminal; a session of its own would do that too, but be scheduled as one
+                    # (CONFIG_SCHED_AUTOGROUP), and wait beside busy engines
                     process_group=0,
                 )
         except OSError as error:
@@ -161,7 +165,9 @@ class RewardProcess:
         except TimeoutError:
             raise CallFailed(_NOT_STARTED, f"loading the function took longer than {timeout_s:g} s") from None
         except CallFailed as failure:
-            raise CallFailed(_NOT_STARTED, str(failure)) from None
+            file = function.reference.rpartition(":")[0]
+            where = f"importing {file}: " if file and failure.lost else ""
+            raise CallFailed(_NOT_STARTED, f"{where}{failure}") from None
         finally:
             if not is_up:
                 await started.end()
@@ -170,12 +176,7 @@ class RewardProcess:
     @property
     def is_alive(self) -> bool:
         """Can it take another call?"""
-        if self._is_ended or self._process.returncode is not None or self._reader.at_eof():
-            return False
-        with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored the kernel keeps no status
-            # it is left there: once it is taken, as by poll(), `end` cannot end what the process has started
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        return False
+        return not self._is_ended and not self._reader.at_eof() and self._process.poll() is None
 
     async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
         """What each sample has. A caller that gives up ends the process.
@@ -188,9 +189,8 @@ class RewardProcess:
     async def end(self) -> None:
         """End it, and whatever it has started; waits for the kernel, with a bound. May be called twice."""
         self._is_ended = True
-        self._kill()
+        self._writer.transport.abort()
         await self._status()
-        self._writer.close()
 
     async def _ask(self, message: object) -> _Outcome:
         data = json.dumps(message).encode()
@@ -200,22 +200,16 @@ class RewardProcess:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return msgspec.json.decode(await self._reader.readexactly(length), type=_Outcome)
         except (asyncio.IncompleteReadError, ConnectionError):
-            # it is ending: a kill does not change its status any more, and ends what it has started
-            self._kill()
-            status = await self._status()
-            raise CallFailed(f"the reward's process ended with {_in_words(status)}", lost=True) from None
+            why = _in_words(await self._status())
+            raise CallFailed(why, lost=True) from None
         except msgspec.DecodeError as error:
             raise CallFailed("the reward's process does not answer as it should", str(error), lost=True) from None
-
-    def _kill(self) -> None:
-        if self._process.returncode is None:  # else its number may be another's by now
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _status(self) -> int | None:
         deadline = time.monotonic() + _END_S
         while (status := self._process.poll()) is None and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
+        self._process.kill()  # where it has ended this does nothing
         return status
 
 
@@ -230,12 +224,13 @@ def _asked(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str,
 
 
 def _in_words(status: int | None) -> str:
-    if status is None:
-        return "no status"
-    if status >= 0:
-        return f"exit status {status}"
-    hint = ", as where memory is short" if status == -signal.SIGKILL else ""
-    return f"signal {signal.Signals(-status).name}{hint}"
+    if status == _CLOSED_STATUS:
+        return "the reward closed the descriptor by which its process answers"
+    what = "no status" if status is None else f"exit status {status}"
+    if status is not None and status < 0:
+        hint = ", as where memory is short" if status == -signal.SIGKILL else ""
+        what = f"signal {signal.Signals(-status).name}{hint}"
+    return f"the reward's process ended with {what}"
 
 
 # --- in the process -----------------------------------------------------------------------------------
@@ -245,18 +240,25 @@ def serve(descriptor: str, parent: str) -> None:
     """Load a function and make its calls, until the other end is closed."""
     channel = io.FileIO(int(descriptor), "r+")
     os.set_inheritable(channel.fileno(), False)
-    os.register_at_fork(after_in_child=channel.close)  # else it is open while anything lives that the user's file forks
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started us may hold some back
     if sys.platform == "linux":
-        die_with_parent()
+        _stay_behind(channel.fileno(), int(parent))
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_GO))
-            _end_group_after_us()
-    if os.getppid() != int(parent):
-        return
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started us may hold some back
+    os.register_at_fork(after_in_child=channel.close)  # else it is open while anything lives that the user's file forks
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stream = cast("BinaryIO", io.BufferedRWPair(channel, channel))
+    inode = os.fstat(channel.fileno()).st_ino
+
+    def answer(outcome: _Outcome) -> None:
+        data = msgspec.json.encode(outcome)
+        with contextlib.suppress(OSError, ValueError):  # the user's code may have closed it, and used its number again
+            if os.fstat(channel.fileno()).st_ino == inode:
+                stream.write(_LENGTH.pack(len(data)) + data)
+                return stream.flush()
+        os._exit(_CLOSED_STATUS)
+
     about = _read(stream)
     if about is None:
         return
@@ -273,41 +275,67 @@ def serve(descriptor: str, parent: str) -> None:
             cut_network()
         call = load_reward(function)
     except TaskError as error:
-        _write(stream, _Outcome(why=_clean(str(error))))
+        answer(_Outcome(why=_clean(str(error))))
         return
     except OSError as error:  # of the kernel: what the user's file raises is a TaskError
-        _write(stream, _Outcome(why="task.reward_network = false, and the kernel refuses", detail=f"{error}; {HINT}"))
+        answer(_Outcome(why="task.reward_network = false, and the kernel refuses", detail=f"{error}; {HINT}"))
         return
-    _write(stream, _Outcome())
+    answer(_Outcome())
     with asyncio.Runner() as runner:
         while (asked := _read(stream)) is not None:
-            _write(stream, _outcome(call, asked, runner))
+            answer(_outcome(call, asked, runner))
 
 
-def _end_group_after_us() -> None:
-    """Leave that to a process of its own: an actor that is killed does not do it."""
-    this = os.pidfd_open(os.getpid())
-    if child := os.fork():
-        os.waitpid(child, 0)
-        os.close(this)
-        return
-    try:
-        if not os.fork():  # an orphan: what waits for all children of the user's file does not wait for it
-            select.select([this], [], [])
-            os.killpg(0, signal.SIGKILL)
-    finally:
+def _stay_behind(channel: int, parent: int) -> None:
+    """Return in a child. This process stays its guardian, and ends it and all that it leaves behind.
+
+    It does so once the child or the actor has ended, or the actor has closed the channel, and exits as the child did.
+    """
+    this, actor = os.getpid(), os.pidfd_open(parent)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
         os._exit(0)
+    child = os.fork()
+    if not child:
+        os.close(actor)
+        die_with_parent()
+        os.setpgid(0, 0)  # what it sends to its group is not for the guardian
+        if os.getppid() != this:
+            os._exit(0)
+        return
+    line, watched = socket.socket(fileno=channel), select.poll()
+    for each, event in ((line.fileno(), 0), (actor, select.POLLIN), (os.pidfd_open(child), select.POLLIN)):
+        watched.register(each, event)  # that the other end is closed is always reported
+    watched.poll()
+    with contextlib.suppress(OSError):  # the actor may have closed it
+        line.shutdown(socket.SHUT_RDWR)
+    code = os.waitstatus_to_exitcode(_end_descendants(child))
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(this, -code)
+    os._exit(code)
+
+
+def _end_descendants(child: int) -> int:
+    """Kill the child and whatever it has started; returns the status of the child."""
+    deadline, status = time.monotonic() + _END_S, 0
+    with contextlib.suppress(ChildProcessError):  # there are none any more
+        while time.monotonic() < deadline:
+            for each in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == child else status
+            time.sleep(_LOOK_S)
+    return status
 
 
 def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None where there are no more
     head = stream.read(_LENGTH.size)
     return json.loads(stream.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
-
-
-def _write(stream: BinaryIO, outcome: _Outcome) -> None:
-    data = msgspec.json.encode(outcome)
-    stream.write(_LENGTH.pack(len(data)) + data)
-    stream.flush()
 
 
 def _outcome(call: Call, asked: dict[str, Any], runner: asyncio.Runner) -> _Outcome:

@@ -8,10 +8,12 @@ check_inputs             refuses a batch that no loss can use
 
 from __future__ import annotations
 
+import contextlib
 import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, SupportsFloat
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -143,11 +145,30 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """What was measured, as numbers; None where a metric does not apply to this batch."""
-        read = {
-            name: float(found.detach()) if isinstance(found, Tensor) else found for name, found in self.measured.items()
-        }
-        return {name: None if found is None or math.isnan(found) else found for name, found in read.items()}
+        """What was measured, as numbers; None where a metric does not apply to this batch.
+
+        Raises:
+            TypeError: names a metric that is no real number of any type.
+        """
+        return {name: _number(name, found) for name, found in self.measured.items()}
+
+
+def _number(name: object, found: Any) -> float | None:  # noqa: ANN401 -- of a user's loss
+    if found is None:
+        return None
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        is_one = isinstance(name, str) and (not isinstance(found, Tensor) or found.numel() == 1)
+        value = found.item() if is_one and hasattr(found, "item") else found  # of PyTorch and NumPy
+        if is_one and isinstance(value, SupportsFloat):
+            return None if math.isnan(number := float(value)) else number
+    raise TypeError(
+        f"the loss returned {described(found)} as metric {name!r}: return a real number or None for each name"
+    )
+
+
+def described(found: object) -> str:
+    """Return what a user's code returned, for a sentence."""
+    return f"a {type(found).__name__}, {getattr(found, 'shape', None) or reprlib.repr(found)},"
 
 
 CriticKind = Literal["head", "model"]

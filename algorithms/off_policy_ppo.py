@@ -81,7 +81,7 @@ from algorithms.corrections import (
     surrogate_of,
 )
 from algorithms.surrogates import AnySurrogate, AnyWhole, TokenClip
-from common.user_input import Reference, load_object
+from common.user_input import Reference, UserFileError, blamed, load_object
 
 CLIP = 0.2
 """Where the ratio is clipped, below and above, unless a run says otherwise."""
@@ -349,13 +349,15 @@ def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measure
 def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards_B: Tensor) -> Tensor:
     """Advantage of each sequence: B."""
     if config.is_users_baseline:
-        found_B = cast("UserBaseline", load_object(config.baseline))(inputs, rewards_B).detach()
+        setting = f"algorithm.baseline = '{config.baseline}'"
+        with blamed(setting):
+            found_B = torch.as_tensor(cast("UserBaseline", load_object(config.baseline))(inputs, rewards_B)).detach()
         if found_B.shape != rewards_B.shape:
-            raise ValueError(
-                f"baseline = '{config.baseline}' returned the shape {list(found_B.shape)} for {list(rewards_B.shape)}: "
+            raise UserFileError(
+                f"{setting} returned the shape {list(found_B.shape)} for {list(rewards_B.shape)}: "
                 "it is to give one advantage for each sequence"
             )
-        return found_B.to(rewards_B.dtype)
+        return found_B.to(rewards_B)
     if config.baseline == "batch":
         together = replace(inputs, group_B=torch.zeros_like(inputs.group_B), num_groups=1)
         return group_advantages(together, rewards_B, "rloo")

@@ -7,6 +7,8 @@ To add one: write a file of this package that ends in `ALGORITHM = Algorithm(Con
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -16,8 +18,8 @@ import torch
 from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from torch import Tensor
 
-from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs
-from common.user_input import UserFileError, is_reference, load_object
+from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs, described
+from common.user_input import UserFileError, blamed, is_reference, load_object
 
 FILES = (
     "trajectory_balance",
@@ -50,18 +52,44 @@ def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> Algorith
     if isinstance(given, AlgorithmSection) and is_reference(given.type):
         return given
     if isinstance(given, dict) and is_reference(given.get("type")):
-        section_class = algorithm_of(given["type"]).config_class
+        return _section_of(given)
+    section: AlgorithmSection = known(given)
+    return section
+
+
+def _section_of(values: dict[str, Any]) -> AlgorithmSection:
+    """Make the section of a user's algorithm from plain values, as it can be made again from its own.
+
+    Raises:
+        UserFileError: the file has no such algorithm, a value is wrong, or the section does not survive being written.
+    """
+    reference, algorithm = values["type"], algorithm_of(values["type"])
+    section_class = algorithm.config_class
+    with blamed(f"type = '{reference}'"):
         try:
-            return section_class.model_validate(given)
+            section = section_class.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             # an error of the whole section names no key, and pydantic says of every one that it is of a value
             key, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
             what = f"{key}: {what[:1].lower()}{what[1:]}" if key else what
             keys = ", ".join(name for name in section_class.model_fields if name != "type")
-            raise ValueError(f"{what}; keys of {given['type']} are {keys}") from None
-    section: AlgorithmSection = known(given)
-    return section
+            raise UserFileError(f"{what}; keys of {reference} are {keys}") from None
+        if not (callable(algorithm.loss) and isinstance(section.needs, Needs)):
+            raise UserFileError(f"type = '{reference}': its loss is no function, or `needs` of its section no Needs")
+        with contextlib.suppress(ValueError):
+            if section_class.model_validate(section.model_dump(mode="json")) == section:
+                copyreg.pickle(section_class, _as_values)
+                return section
+    raise UserFileError(
+        f"type = '{reference}': a {section_class.__name__} is another one once it is written to config.toml and read: "
+        "use fields of plain types, without aliases or validators that change them"
+    )
+
+
+def _as_values(section: AlgorithmSection) -> tuple[Callable[..., AlgorithmSection], tuple[dict[str, Any]]]:
+    """Have Ray send a section as plain values: another process knows its class only once it has imported the file."""
+    return _section_of, (section.model_dump(mode="json"),)
 
 
 if TYPE_CHECKING:
@@ -78,14 +106,35 @@ else:
 def loss_for(config: AlgorithmConfig) -> Loss:
     """The loss of a config, as a function of a batch alone, of which `algorithms.base.check_inputs` finds no fault.
 
-    The function raises `algorithms.registry.UndeclaredInput` where the loss reads what its `needs` do not declare.
+    The function raises `algorithms.registry.UndeclaredInput` where the loss reads what its `needs` do not declare, and
+    UserFileError where a user's raises anything else, or returns what no step can be taken with.
     """
     loss = algorithm_of(config.type).loss
     needs = config.needs
-    return lambda inputs: loss(config, only_declared(inputs, needs))
+    if not is_reference(config.type):
+        return lambda inputs: loss(config, only_declared(inputs, needs))
+
+    def checked(inputs: LossInputs) -> LossOutput:
+        with blamed(setting := f"algorithm.type = '{config.type}'"):
+            return _checked(loss(config, only_declared(inputs, needs)), inputs, setting)
+
+    return checked
 
 
-class UndeclaredInput(RuntimeError):
+def _checked(output: Any, inputs: LossInputs, setting: str) -> LossOutput:  # noqa: ANN401 -- the loss is the user's
+    """Refuse what no step can be taken with. Reads no value back from the device."""
+    loss = getattr(output, "loss", output)
+    if not (isinstance(output, LossOutput) and isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        raise UserFileError(
+            f"{setting} returned {described(loss)} and not LossOutput(loss, metrics) whose loss is a tensor of one "
+            "number, computed from inputs.logprobs_T with gradients"
+        )
+    if output.weights_T is not None and output.weights_T.shape != inputs.logprobs_T.shape:
+        raise UserFileError(f"{setting} returned {described(output.weights_T)} as weights_T: give one for each token")
+    return output
+
+
+class UndeclaredInput(UserFileError):
     """A loss read an input that its section did not declare; the text names both."""
 
 

@@ -6,11 +6,15 @@ a library. It is imported once in a process.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
+import os
 import re
+import socket
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +50,7 @@ def split(reference: str) -> tuple[Path, str]:
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise UserFileError(f"'{reference}' cannot be read: {error.strerror}") from error
     if not is_file:
-        raise UserFileError(f"'{reference}': there is no file {path.absolute()}")
+        raise UserFileError(f"'{reference}': there is no file {path.absolute()} on host {socket.gethostname()}")
     return path, name
 
 
@@ -81,12 +85,34 @@ def imported(path: Path) -> ModuleType:
         sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look a module up by its name
+    this, exit_now, os._exit = os.getpid(), os._exit, sys.exit  # which would end this process without a word
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the file is the user's: it may raise anything
         del sys.modules[name]
-        raise UserFileError(f"importing {path} failed: {type(error).__name__}: {error}") from error
+        how = f"failed: {type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if os.getpid() != this:
+                exit_now(status)  # a process that the file has forked ends as it should
+            how = f"ended its process with status {status}{f': {error}' if isinstance(error.code, str) else ''}"
+        raise UserFileError(f"importing {path} {how}; on host {socket.gethostname()}") from error
+    finally:
+        os._exit = exit_now
     return module
+
+
+@contextlib.contextmanager
+def blamed(setting: str) -> Iterator[None]:
+    """Raise as UserFileError what the user's code named by `KEY = 'FILE.py:NAME'` raises, with the line of its file."""
+    try:
+        yield
+    except UserFileError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename in setting]
+        where = f", line {lines[-1]}" if lines else ""
+        raise UserFileError(f"{setting}{where} raised {type(error).__name__}: {error}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], object] = repr) -> str:

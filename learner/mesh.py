@@ -265,7 +265,7 @@ class GpuFailed(StageLost):
     """The GPU of this rank failed as hardware does: a new process often works on it again."""
 
 
-def tells_of_loss(error: RuntimeError) -> bool:
+def tells_of_loss(error: Exception) -> bool:
     """Does an error say that another rank is gone or silent, so that a new start may help?"""
     text = str(error)
     if any(sign in text for sign in _WOULD_COME_AGAIN):
@@ -281,7 +281,7 @@ def tells_of_death(error: BaseException) -> bool:
     return any(sign in str(error) for sign in _SIGNS_OF_DEATH)
 
 
-def tells_of_fault(error: RuntimeError) -> bool:
+def tells_of_fault(error: Exception) -> bool:
     """Does an error say that the GPU of this rank failed, so that a new start may help?"""
     text = str(error)
     return any(sign in text for sign in _SIGNS_OF_FAULT) and not any(sign in text for sign in _WOULD_COME_AGAIN)

@@ -126,6 +126,7 @@ def step_report(
     duration_s = times.finished_s - times.started_s
     trained = [update.batch for update in counted(result.updates)]
     return {
+        **result.metrics,  # first: names of a user's loss replace none of these
         "step": step,
         "version": result.version,
         "skipped": result.skipped,
@@ -157,7 +158,6 @@ def step_report(
         **replay_metrics(batch, ledger),
         "buffer/uninformative_frac": uninformative_frac(batch),
         **{metric: ledger[name] for metric, name in LEDGER_METRICS.items()},
-        **result.metrics,
         "lag0_by_actor": result.lag0_by_actor,
         "lag_by_actor": {} if result.skipped else lag_by_actor(trained),
     }

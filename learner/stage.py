@@ -30,6 +30,7 @@ from buffer.schema import read_stream
 from common.hf_folder import complete_folder, model_identity
 from common.run import RunContext
 from common.staleness import PolicyVersion, StaleTokens
+from common.user_input import UserFileError
 from learner.batch import StepBatch
 from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import TrainingProgress
@@ -420,7 +421,7 @@ class Stage:
             action()
         except (CheckpointFailed, StageLost):
             raise  # a checkpoint has its own limit and its own remedy, also where a collective of its own did not end
-        except RuntimeError as error:
+        except (RuntimeError, UserFileError) as error:  # also of what a user's loss raised
             place = self._place
             if tells_of_fault(error):
                 raise GpuFailed(

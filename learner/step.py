@@ -383,7 +383,7 @@ class LossEvaluator:
         output = self._loss(inputs)
         wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
         gradients = torch.autograd.grad(output.loss, wanted)
-        metrics: Metrics = {"loss": output.loss.item(), **output.metrics}
+        metrics: Metrics = {**output.metrics, "loss": output.loss.item()}
         finite = all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients))
         if not finite:
             return LossEvaluation(None, UpdateDecision(finite=False), metrics, output.weights_T)

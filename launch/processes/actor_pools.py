@@ -309,7 +309,8 @@ class ActorPools:
 
     def _start(self, actor: ActorProcess) -> None:
         assert self._context is not None, "start() comes first"
-        config = self._context.config.model_copy(update={"actors": self.pools[actor.pool].config})
+        # an actor reads no algorithm, whose file its host need not have
+        config = self._context.config.model_copy(update={"actors": self.pools[actor.pool].config, "algorithm": None})
         context: RunContext[ActorSections] = replace(self._context, config=config)
         actor.starting = actor.handle.start.remote(context, actor.number, actor.pool)
 

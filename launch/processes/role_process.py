@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RaySystemError, RayTaskError
 
 from actors.tasks.task import TaskError
 from common.hf_folder import ModelFolderError
+from common.user_input import UserFileError
 from launch.host import configure_logging, keep_files_private
 from launch.observe.status import ProcessStatus
 
@@ -227,8 +228,8 @@ def results(
         if ready:
             process = waiting.pop(ready[0])
             error = failure(ready[0])
-            if isinstance(error, RayTaskError) and isinstance(error.cause, TaskError | ModelFolderError):
-                raise WrongInput(f"{process.name}: {error.cause}")
+            if error is not None and isinstance(cause := _cause(error), TaskError | ModelFolderError | UserFileError):
+                raise WrongInput(f"{process.name}: {cause}")
             if error is not None:
                 raise RunFailed(f"{process.name} failed: {reason(error)}; see {process.log}")
         elif left_s <= _CHECK_EVERY_S:
@@ -266,9 +267,18 @@ def outcome(pending: object) -> str:
     return "" if error is None else reason(error)
 
 
+def _cause(error: Exception) -> Exception:
+    """What the role raised, also while Ray read the arguments of the call there; else the error itself."""
+    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    inner = cause.client_exc if isinstance(cause, RaySystemError) else cause
+    return inner if isinstance(inner, Exception) else cause
+
+
 def reason(error: Exception) -> str:
     """The sentence of the error that was raised in the role, out of Ray's page about it."""
-    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    cause = _cause(error)
+    if isinstance(cause, UserFileError):
+        return " ".join(str(cause).split())
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:
         return type(cause).__name__

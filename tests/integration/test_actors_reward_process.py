@@ -66,6 +66,43 @@ def child():
     open(PID, "w").write(str(pid))
     time.sleep(1e6)
 
+def sessions():
+    # one in a session of its own, one that became an orphan there, and one that ignores what may be ignored
+    pids = [subprocess.Popen(["sleep", "1000"], start_new_session=True).pid]
+    for ignores in (False, True):
+        said, says = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                if ignores:
+                    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                        signal.signal(number, signal.SIG_IGN)
+                os.write(says, str(os.getpid()).encode())
+                time.sleep(1000)
+            os._exit(0)
+        pids.append(int(os.read(said, 20)))
+        os.wait()
+    open(f"{PID}.new", "w").write(" ".join(map(str, pids)))
+    os.rename(f"{PID}.new", PID)
+
+def closes():
+    os.closerange(3, 4096)
+    return 1.0
+
+def reopens():
+    os.closerange(3, 256)
+    for number in range(64):
+        os.open(f"{PID}.{number}", os.O_RDWR | os.O_CREAT)
+    return 1.0
+
+def leaves():
+    sessions()
+    return 1.0
+
+def then(end):
+    sessions()
+    end()
+
 def forks():
     if os.fork() == 0:
         os.setsid()
@@ -97,6 +134,13 @@ DO = {
     "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "child": child,
     "forks": forks,
+    "closes": closes,
+    "reopens": reopens,
+    "sessions, then hangs": lambda: then(lambda: time.sleep(1e6)),
+    "sessions, then exits": lambda: then(lambda: os._exit(3)),
+    "sessions, then is killed": lambda: then(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "sessions, then ends its group": lambda: then(lambda: os.killpg(0, signal.SIGKILL)),
+    "sessions": leaves,
     "waits": lambda: float(os.waitpid(-1, os.WNOHANG) == (0, 0)),
     "count": count,
     "forever": forever,
@@ -161,6 +205,8 @@ def problem(answer="42"):
         ("exit", "the reward's process ended with exit status 3"),
         ("forks", "the reward's process ended with exit status 4"),
         ("waits", "ChildProcessError"),
+        ("closes", "the reward closed the descriptor by which its process answers"),
+        ("reopens", "the reward closed the descriptor by which its process answers"),
         ("alarm", "the reward's process ended with signal SIGALRM"),
         ("threaded alarm", "the reward's process ended with signal SIGALRM"),
         ("crash", "the reward's process ended with signal SIGSEGV"),
@@ -214,11 +260,35 @@ async def test_what_a_reward_has_started_ends_with_it(scorer, folder):
 
 
 @pytest.mark.parametrize(
+    "completion",
+    ["sessions", *(f"sessions, then {each}" for each in ("hangs", "exits", "is killed", "ends its group"))],
+)
+async def test_what_it_has_started_in_sessions_of_their_own_ends_with_it_however_it_ends(scorer, folder, completion):
+    scores = await scorer(timeout_s=2.0 if "hangs" in completion else 20.0)
+    try:
+        assert (await scores.score(problem(), completion)).reward == 1.0
+    except RewardFailed:
+        assert "then" in completion
+    pids = [int(each) for each in (folder / "pid").read_text().split()]
+    assert len(pids) == 3
+    if completion == "sessions":
+        assert all(psutil.pid_exists(each) for each in pids), "it has ended before its reward: the test shows nothing"
+        await scores.close()
+    for pid in pids:
+        await gone(pid)
+
+
+@pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("import os\nos._exit(7)", "the reward's process ended with exit status 7"),
+        ("import os\nos._exit(7)", "importing .*broken.py ended its process with status 7"),
         ("import no_such_thing", "importing .*broken.py failed: ModuleNotFoundError"),
-        ("raise SystemExit(1)", "importing .*broken.py failed: SystemExit: 1"),
+        ("raise SystemExit(1)", "importing .*broken.py ended its process with status 1"),
+        ("quit()", "importing .*broken.py ended its process with status 0"),
+        ("raise SystemExit('no key')", "importing .*broken.py ended its process with status 1: no key"),
+        ("import os\nos.abort()", "importing .*broken.py: the reward's process ended with signal SIGABRT"),
+        ("import os\nos.closerange(3, 4096)", "importing .*broken.py: the reward closed the descriptor"),
+        ("import os\nif os.fork() == 0:\n    os._exit(0)\nraise SystemExit(5)", "its process with status 5"),
     ],
 )
 async def test_a_file_that_cannot_be_loaded_is_known_at_the_start(scorer, folder, code, reason):
@@ -339,14 +409,15 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("completion", ["forever", "child"])
+@pytest.mark.parametrize("completion", ["forever", "child", "sessions, then hangs"])
 async def test_it_and_what_it_has_started_end_with_an_actor_that_is_killed(folder, completion):
     with subprocess.Popen([sys.executable, "-c", ACTOR, f"{folder / 'judge.py'}:judge", completion]) as actor:
         await wait_for(lambda: (folder / "pid").exists() and (folder / "pid").read_text())
-        pid = int((folder / "pid").read_text())
-        assert actor.pid in [each.pid for each in psutil.Process(pid).parents()]
+        pids = [int(each) for each in (folder / "pid").read_text().split()]
+        assert all(actor.pid in [each.pid for each in psutil.Process(pid).parents()] for pid in pids)
         os.kill(actor.pid, signal.SIGKILL)
-    await gone(pid)
+    for pid in pids:
+        await gone(pid)
 
 
 async def wait_for(is_so, limit_s=180.0):

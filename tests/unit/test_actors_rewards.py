@@ -2,15 +2,13 @@
 
 import asyncio
 import concurrent.futures
-import signal
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from actors.reward_process import CallFailed, RewardProcess
+from actors.reward_process import CallFailed
 from actors.rewards import RewardFailed, Scored
 from actors.tasks import Problem, TaskError
 from actors.tasks.task import TOOK_TOO_LONG, NoScore
@@ -212,24 +210,6 @@ def with_processes(processes, behave, **options):
         return processes[-1]
 
     return scorer(f, start=start, **options)
-
-
-async def test_what_a_process_has_started_ends_with_one_that_died_while_it_was_idle(monkeypatch):
-    class Dead:
-        pid, returncode = 4711, None
-
-        def poll(self):
-            self.returncode = -9
-            return self.returncode
-
-    killed = []
-    monkeypatch.setattr("os.waitid", lambda *_: "its status")
-    monkeypatch.setattr("os.killpg", lambda *of: killed.append(of))
-    process = RewardProcess(Dead(), asyncio.StreamReader(), SimpleNamespace(close=lambda: None))
-    assert not process.is_alive
-    await process.end()
-    await process.end()
-    assert killed == [(4711, signal.SIGKILL)], "not once its number may be another's"
 
 
 async def hang_on_stuck(completion):
