@@ -52,8 +52,8 @@ _FIRST_TO_GO = 1000
 _MOST_CHARACTERS = 4000
 """Of a traceback, and of anything else that a user's function says of itself."""
 _NOT_STARTED = "its process did not start"
-_CLOSED_STATUS = 121
-"""Exit status of a process whose function has closed the descriptor by which it answers."""
+_CLOSED, _CLOSED_STATUS = "the reward closed the descriptor by which its process answers", 121
+"""And the exit status of that process."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!I")
 _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
@@ -140,7 +140,7 @@ class RewardProcess:
         try:
             with its:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _PROGRAM, root, str(descriptor), str(os.getpid())],
+                    [sys.executable, "-P", "-c", _PROGRAM, root, str(descriptor)],
                     stdin=subprocess.DEVNULL,
                     env=_environment(),
                     pass_fds=[descriptor],
@@ -200,7 +200,8 @@ class RewardProcess:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return msgspec.json.decode(await self._reader.readexactly(length), type=_Outcome)
         except (asyncio.IncompleteReadError, ConnectionError):
-            why = _in_words(await self._status())
+            status = await self._status()
+            why = _CLOSED if status == _CLOSED_STATUS else f"the reward's process ended with {_in_words(status)}"
             raise CallFailed(why, lost=True) from None
         except msgspec.DecodeError as error:
             raise CallFailed("the reward's process does not answer as it should", str(error), lost=True) from None
@@ -224,25 +225,24 @@ def _asked(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str,
 
 
 def _in_words(status: int | None) -> str:
-    if status == _CLOSED_STATUS:
-        return "the reward closed the descriptor by which its process answers"
-    what = "no status" if status is None else f"exit status {status}"
-    if status is not None and status < 0:
-        hint = ", as where memory is short" if status == -signal.SIGKILL else ""
-        what = f"signal {signal.Signals(-status).name}{hint}"
-    return f"the reward's process ended with {what}"
+    if status is None:
+        return "no status"
+    if status >= 0:
+        return f"exit status {status}"
+    hint = ", as where memory is short" if status == -signal.SIGKILL else ""
+    return f"signal {signal.Signals(-status).name}{hint}"
 
 
 # --- in the process -----------------------------------------------------------------------------------
 
 
-def serve(descriptor: str, parent: str) -> None:
+def serve(descriptor: str) -> None:
     """Load a function and make its calls, until the other end is closed."""
     channel = io.FileIO(int(descriptor), "r+")
     os.set_inheritable(channel.fileno(), False)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started us may hold some back
     if sys.platform == "linux":
-        _stay_behind(channel.fileno(), int(parent))
+        _stay_behind(channel.fileno())
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_GO))
     os.register_at_fork(after_in_child=channel.close)  # else it is open while anything lives that the user's file forks
@@ -286,41 +286,23 @@ def serve(descriptor: str, parent: str) -> None:
             answer(_outcome(call, asked, runner))
 
 
-def _stay_behind(channel: int, parent: int) -> None:
-    """Return in a child. This process stays its guardian, and ends it and all that it leaves behind.
-
-    It does so once the child or the actor has ended, or the actor has closed the channel, and exits as the child did.
-    """
-    this, actor = os.getpid(), os.pidfd_open(parent)
+def _stay_behind(channel: int) -> None:
+    """Return in a child. This process guards it: once either end of the channel is gone it ends all that there is."""
+    this = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent:
-        os._exit(0)
-    child = os.fork()
-    if not child:
-        os.close(actor)
+    if not (child := os.fork()):
         die_with_parent()
         os.setpgid(0, 0)  # what it sends to its group is not for the guardian
-        if os.getppid() != this:
-            os._exit(0)
-        return
+        if os.getppid() == this:
+            return
+        os._exit(0)
     line, watched = socket.socket(fileno=channel), select.poll()
-    for each, event in ((line.fileno(), 0), (actor, select.POLLIN), (os.pidfd_open(child), select.POLLIN)):
-        watched.register(each, event)  # that the other end is closed is always reported
+    watched.register(line, 0)  # that the actor has closed it, or is gone, is always reported
+    watched.register(os.pidfd_open(child))
     watched.poll()
-    with contextlib.suppress(OSError):  # the actor may have closed it
+    with contextlib.suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
-    code = os.waitstatus_to_exitcode(_end_descendants(child))
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(this, -code)
-    os._exit(code)
-
-
-def _end_descendants(child: int) -> int:
-    """Kill the child and whatever it has started; returns the status of the child."""
     deadline, status = time.monotonic() + _END_S, 0
     with contextlib.suppress(ChildProcessError):  # there are none any more
         while time.monotonic() < deadline:
@@ -330,7 +312,12 @@ def _end_descendants(child: int) -> int:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == child else status
             time.sleep(_LOOK_S)
-    return status
+    if os.WIFSIGNALED(status):  # end as it did, without another dump of memory
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(this, os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
 
 
 def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None where there are no more

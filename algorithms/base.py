@@ -145,11 +145,7 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """What was measured, as numbers; None where a metric does not apply to this batch.
-
-        Raises:
-            TypeError: names a metric that is no real number of any type.
-        """
+        """What was measured, as numbers; None where a metric does not apply to this batch. TypeError names others."""
         return {name: _number(name, found) for name, found in self.measured.items()}
 
 
@@ -161,13 +157,11 @@ def _number(name: object, found: Any) -> float | None:  # noqa: ANN401 -- of a u
         value = found.item() if is_one and hasattr(found, "item") else found  # of PyTorch and NumPy
         if is_one and isinstance(value, SupportsFloat):
             return None if math.isnan(number := float(value)) else number
-    raise TypeError(
-        f"the loss returned {described(found)} as metric {name!r}: return a real number or None for each name"
-    )
+    raise TypeError(f"the loss returned {described(found)} as metric {name!r}: give a real number or None")
 
 
 def described(found: object) -> str:
-    """Return what a user's code returned, for a sentence."""
+    """Describe what a user's code returned."""
     return f"a {type(found).__name__}, {getattr(found, 'shape', None) or reprlib.repr(found)},"
 
 

@@ -7,7 +7,6 @@ To add one: write a file of this package that ends in `ALGORITHM = Algorithm(Con
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -68,6 +67,7 @@ def _section_of(values: dict[str, Any]) -> AlgorithmSection:
     with blamed(f"type = '{reference}'"):
         try:
             section = section_class.model_validate(values)
+            is_kept = section_class.model_validate(section.model_dump(mode="json")) == section
         except ValidationError as error:
             first = error.errors()[0]
             # an error of the whole section names no key, and pydantic says of every one that it is of a value
@@ -75,16 +75,13 @@ def _section_of(values: dict[str, Any]) -> AlgorithmSection:
             what = f"{key}: {what[:1].lower()}{what[1:]}" if key else what
             keys = ", ".join(name for name in section_class.model_fields if name != "type")
             raise UserFileError(f"{what}; keys of {reference} are {keys}") from None
-        if not (callable(algorithm.loss) and isinstance(section.needs, Needs)):
-            raise UserFileError(f"type = '{reference}': its loss is no function, or `needs` of its section no Needs")
-        with contextlib.suppress(ValueError):
-            if section_class.model_validate(section.model_dump(mode="json")) == section:
-                copyreg.pickle(section_class, _as_values)
-                return section
-    raise UserFileError(
-        f"type = '{reference}': a {section_class.__name__} is another one once it is written to config.toml and read: "
-        "use fields of plain types, without aliases or validators that change them"
-    )
+        if not (is_kept and callable(algorithm.loss) and isinstance(section.needs, Needs)):
+            raise UserFileError(
+                f"type = '{reference}' needs a function as its loss, Needs as `needs`, and fields that config.toml "
+                "holds as they are: of plain types, without aliases, and without validators that change values"
+            )
+    copyreg.pickle(section_class, _as_values)
+    return section
 
 
 def _as_values(section: AlgorithmSection) -> tuple[Callable[..., AlgorithmSection], tuple[dict[str, Any]]]:
@@ -116,22 +113,16 @@ def loss_for(config: AlgorithmConfig) -> Loss:
 
     def checked(inputs: LossInputs) -> LossOutput:
         with blamed(setting := f"algorithm.type = '{config.type}'"):
-            return _checked(loss(config, only_declared(inputs, needs)), inputs, setting)
-
-    return checked
-
-
-def _checked(output: Any, inputs: LossInputs, setting: str) -> LossOutput:  # noqa: ANN401 -- the loss is the user's
-    """Refuse what no step can be taken with. Reads no value back from the device."""
-    loss = getattr(output, "loss", output)
-    if not (isinstance(output, LossOutput) and isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+            output = loss(config, only_declared(inputs, needs))
+        found = getattr(output, "loss", output)
+        if isinstance(output, LossOutput) and isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+            return output
         raise UserFileError(
-            f"{setting} returned {described(loss)} and not LossOutput(loss, metrics) whose loss is a tensor of one "
+            f"{setting} returned {described(found)} and not LossOutput(loss, metrics) whose loss is a tensor of one "
             "number, computed from inputs.logprobs_T with gradients"
         )
-    if output.weights_T is not None and output.weights_T.shape != inputs.logprobs_T.shape:
-        raise UserFileError(f"{setting} returned {described(output.weights_T)} as weights_T: give one for each token")
-    return output
+
+    return checked
 
 
 class UndeclaredInput(UserFileError):

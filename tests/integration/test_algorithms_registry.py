@@ -1,28 +1,39 @@
-"""The registry, and an algorithm in a file of a user's, as docs/algorithms/README.md has it.
+"""The registry, and an algorithm in a file of a user's, as docs/algorithms/README.md and examples/ have it.
 
 As a script this file is a run that has that algorithm: `python -m tests.integration.test_algorithms_registry FOLDER`.
 """
 
+import datetime
 import json
+import math
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from ray import cloudpickle
 
-from algorithms.base import AlgorithmSection
-from algorithms.registry import ALGORITHMS, FILES, AlgorithmConfig
+from algorithms.base import AlgorithmSection, LossOutput
+from algorithms.registry import ALGORITHMS, FILES, AlgorithmConfig, loss_for
+from buffer import samplers
+from common.user_input import UserFileError
 from launch.config import Config, load_config, to_toml
 from launch.errors import ConfigError
 from tests.unit.loss_batches import gradient, make_inputs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "algorithms"
+EXAMPLES = ROOT / "examples"
 TOML = """
 [model]
 path = "model"
@@ -59,14 +70,27 @@ def test_every_algorithm_has_its_page():
     assert all(f"[`{name}`]({name}.md)" in index for name in FILES)
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+def blocks(language, page=DOCS / "README.md"):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_pages_show_the_files_of_the_examples():
+    assert blocks("python") == [(EXAMPLES / "reinforce.py").read_text()]
+    assert (EXAMPLES / "samplers.py").read_text() in blocks("python", DOCS.parent / "buffer.md")
+
+
+@pytest.mark.parametrize("sampler", ["hard_ones", "newest_first"])
+def test_the_example_names_a_loss_and_a_sampler_that_can_be_had(sampler):
+    changed = ["--buffer.sampler", f"{EXAMPLES}/samplers.py:{sampler}"]
+    config = load_config(EXAMPLES / "own-loss.toml", changed if sampler == "hard_ones" else [])
+    assert config.algorithm.type == f"{EXAMPLES / 'reinforce.py'}:ALGORITHM"
+    assert config.buffer.sampler == f"{EXAMPLES / 'samplers.py'}:{sampler}"
+    assert samplers.build(config.buffer)[0].choose is not None
 
 
 def test_an_algorithm_in_a_file_of_a_users_is_checked_trained_and_kept_in_the_runs_config(tmp_path):
-    (source,) = blocks("python")
     (section,) = blocks("toml")
-    (tmp_path / "reinforce.py").write_text(source)
+    shutil.copy(EXAMPLES / "reinforce.py", tmp_path)
     (tmp_path / "run.toml").write_text(TOML + section)
     said = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.integration.test_algorithms_registry", str(tmp_path)],
@@ -95,6 +119,10 @@ def test_an_algorithm_in_a_file_of_a_users_is_checked_trained_and_kept_in_the_ru
         ("ALGORITHM = 3", "is no Algorithm: write NAME = Algorithm"),
         ("OTHER = 3", "the file defines no 'ALGORITHM', but OTHER"),
         ("1 / 0", "failed: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit()", "ended its process with status 0"),
+        ("raise SystemExit('set KEY')", "ended its process with status 1: set KEY"),
+        ("import os\nos._exit(0)", "ended its process with status 0"),
+        ("from os import _exit\n_exit(7)", "ended its process with status 7"),
         (None, "there is no file"),
     ],
 )
@@ -119,6 +147,208 @@ def test_what_is_wrong_with_a_users_section_as_a_whole_is_said_as_of_one_of_ours
         ConfigError, match=r"\[algorithm\] corrections 'token_tis' .* one of them; keys of .* are corrections"
     ):
         load_config(tmp_path / "run.toml")
+
+
+SECTION = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated
+
+import torch
+from pydantic import AliasChoices, BaseModel, Field, field_validator
+
+from algorithms.base import Algorithm, AlgorithmSection, LossOutput, Needs
+from beside import HALF
+
+
+class Kind(Enum):
+    PLAIN = "plain"
+    ODD = "odd"
+
+
+@dataclass
+class Pair:
+    low: float
+    high: float = 2.0
+
+
+class Inner(BaseModel):
+    pair: Pair = Field(default_factory=lambda: Pair(HALF))
+    names: dict[str, tuple[int, ...]] = {}
+
+
+class Mine(AlgorithmSection):
+    kind: Kind = Kind.PLAIN
+    inner: Inner = Inner()
+    scale: float | None = None
+    $FIELD
+
+
+def loss(config, inputs):
+    $LOSS
+
+
+MINE = Algorithm(Mine, loss)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """Loads a config whose algorithm lies in a file, with this loss and this field in its section."""
+
+    def load(*overrides, loss="return LossOutput(inputs.logprobs_T.sum())", field="pass"):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "beside.py").write_text("HALF = 0.5\n")
+        (folder / "mine.py").write_text(SECTION.replace("$LOSS", loss).replace("$FIELD", field))
+        (folder / "run.toml").write_text(TOML + '[algorithm]\ntype = "mine.py:MINE"\n')
+        return load_config(folder / "run.toml", overrides)
+
+    return load
+
+
+TOLD = """
+import sys
+from ray import cloudpickle
+config = cloudpickle.load(sys.stdin.buffer)
+print(config.model_dump_json())
+"""
+
+
+def told_elsewhere(sent: bytes, cwd: Path) -> subprocess.CompletedProcess:
+    """What another process makes of a config, as Ray sends it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", TOLD],
+        input=sent,
+        capture_output=True,
+        check=False,
+        timeout=120,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+def test_a_section_of_a_users_reaches_a_process_that_has_not_imported_its_file(mine, tmp_path):
+    inner = "{ pair = { low = 1.0 }, names = { a = [1, 2] } }"
+    config = mine("--algorithm.kind", "odd", "--algorithm.inner", inner)
+    sent = cloudpickle.dumps({"config": config, "again": config.model_copy(update={"tracking": config.tracking})})
+    assert b"odd" in sent
+    told = told_elsewhere(cloudpickle.dumps(config), tmp_path)
+    assert told.returncode == 0, told.stderr.decode()
+    assert told.stdout.decode().strip() == config.model_dump_json()
+
+
+def test_a_host_that_lacks_the_file_says_so_by_name(mine, tmp_path):
+    config = mine()
+    file = Path(config.algorithm.type.rpartition(":")[0])
+    sent = cloudpickle.dumps(config)
+    file.unlink()
+    said = told_elsewhere(sent, tmp_path).stderr.decode().splitlines()[-1]
+    assert said.endswith(f"there is no file {file} on host {socket.gethostname()}")
+
+
+@pytest.mark.parametrize(
+    ("field", "loss"),
+    [
+        ('rate: float = Field(default=1.0, alias="lr")', "pass"),
+        ('rate: float = Field(default=1.0, validation_alias=AliasChoices("r"))', "pass"),
+        ("share: float = 50.0\n\n    @field_validator('share')\n    def halve(cls, x): return x / 2", "pass"),
+        ("model_config = {'arbitrary_types_allowed': True}\n    dtype: torch.dtype = torch.float32", "pass"),
+        ("@property\n    def needs(self): return None", "pass"),
+        ("@property\n    def needs(self): return Needs(grups=True)", "pass"),
+        ("late: Unknown = None", "pass"),
+    ],
+)
+def test_a_section_that_no_other_process_could_make_again_is_refused_before_anything_starts(mine, field, loss):
+    with pytest.raises(ConfigError, match=r"mine\.py:MINE"):
+        mine("--algorithm.share", "10.0", field=field, loss=loss) if "share" in field else mine(field=field, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("return inputs.logprobs_T.sum()", r"returned a Tensor, .* and not LossOutput"),
+        ("return None", r"returned a NoneType, None, and not LossOutput"),
+        ("return LossOutput(inputs.logprobs_T)", r"returned a Tensor, torch.Size\(\[\d+\]\), .* one number"),
+        ("return LossOutput(inputs.logprobs_T.detach().sum())", "with gradients"),
+        ("return LossOutput(0.0)", r"returned a float, 0.0, and not"),
+        ("return {}['key']", r"line \d+ raised KeyError: 'key'"),
+        ("import sys; sys.exit(3)", r"line \d+ raised SystemExit: 3"),
+        ("class Own(Exception):\n        def __init__(self, a, b): pass\n    raise Own(1, 2)", r"raised Own: \(1, 2\)"),
+        ("return inputs.reference_logprobs_T.sum()", r"Return Needs\(reference=True"),
+    ],
+)
+def test_what_a_users_loss_does_wrong_is_one_sentence_that_names_it(mine, loss, message):
+    config = mine(loss=loss).algorithm
+    with pytest.raises(UserFileError, match=message) as caught:
+        loss_for(config)(make_inputs())
+    assert cloudpickle.loads(cloudpickle.dumps(caught.value)).args == caught.value.args
+    if "Needs" not in message:
+        assert config.type in str(caught.value)
+
+
+NUMBERS = [
+    *(True, 3, -2.5, Decimal("0.5"), Fraction(1, 4), 10**30),
+    *(np.int64(7), np.float16(0.5), np.bool_(True), np.array(2.0), np.array([[3]], np.uint8)),
+    *(torch.tensor(2), torch.tensor(True), torch.tensor([1.5]), torch.tensor(0.5, requires_grad=True)),
+    torch.tensor(0.5, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("found", NUMBERS, ids=repr)
+def test_a_metric_may_be_of_any_numeric_type(found):
+    (number,) = LossOutput(torch.zeros(()), {"mine": found}).metrics.values()
+    assert type(number) is float
+    assert number == float(found.item() if hasattr(found, "item") else found)
+
+
+@pytest.mark.parametrize("found", [None, math.nan, np.float32("nan"), Decimal("nan"), torch.tensor(math.nan)], ids=repr)
+def test_a_metric_that_does_not_apply_is_none(found):
+    assert LossOutput(torch.zeros(()), {"mine": found}).metrics == {"mine": None}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        *("3", b"3", 1j, [1.0], {}, ..., 10**400, Decimal("sNaN"), np.str_("3"), np.complex64(1), np.zeros(2)),
+        *(np.array(["3"]), np.array([]), torch.zeros(2), torch.zeros(0), torch.tensor(1j), datetime.timedelta(1)),
+    ],
+)
+def test_a_metric_that_is_no_real_number_is_refused_by_its_name(found):
+    with pytest.raises(TypeError, match=rf"a {type(found).__name__}, .* as metric 'mine/odd'"):
+        _ = LossOutput(torch.zeros(()), {"mine/odd": found}).metrics
+
+
+def test_a_metric_without_a_text_as_its_name_is_refused():
+    with pytest.raises(TypeError, match="as metric 3: give"):
+        _ = LossOutput(torch.zeros(()), {3: 1.0}).metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [float(each) for each in rewards_B]", None),
+        ("return rewards_B.numpy() / 2", None),
+        ("return (rewards_B > 0).int()", None),
+        ("return rewards_B[0]", r"returned the shape \[\] for \[9\]"),
+        ("return 'rloo'", "raised"),
+        ("return None", "raised"),
+        ("raise KeyError('x')", "line 2 raised KeyError: 'x'"),
+    ],
+)
+def test_what_a_users_baseline_returns_is_taken_or_refused_by_its_name(tmp_path, body, message):
+    (tmp_path / "mine.py").write_text(f"def mine(inputs, rewards_B):\n    {body}\n")
+    (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "off_policy_ppo"\nbaseline = "mine.py:mine"\n')
+    config = load_config(tmp_path / "run.toml").algorithm
+    if message is None:
+        assert torch.isfinite(gradient(config, make_inputs())[1]).all()
+        return
+    with pytest.raises(UserFileError, match=message) as caught:
+        gradient(config, make_inputs())
+    assert f"{tmp_path / 'mine.py'}:mine" in str(caught.value)
 
 
 def test_a_baseline_in_a_file_of_a_users_weighs_the_sequences(tmp_path):

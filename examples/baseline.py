@@ -1,0 +1,15 @@
+"""A baseline of one's own for PPO: `algorithm.type = "off_policy_ppo"`, `algorithm.baseline = "baseline.py:median"`."""
+
+import torch
+from torch import Tensor
+
+from algorithms.base import LossInputs
+
+
+def median(inputs: LossInputs, rewards_B: Tensor) -> Tensor:
+    """Advantage of each sequence: its reward less the median of its group, which one outlier does not move."""
+    advantage_B = torch.empty_like(rewards_B)
+    for group in range(inputs.num_groups):
+        of_group = inputs.group_B == group
+        advantage_B[of_group] = rewards_B[of_group] - rewards_B[of_group].median()
+    return advantage_B
