@@ -3,8 +3,7 @@
 The process loads the function itself, from the task's section of the config, so no code travels: only problems and
 completions do, as JSON, and numbers come back. It makes one call at a time, in its main thread, where alarms and signal
 handlers work; what an `async def` returns is awaited there, in one event loop for all calls, so connections last. A
-call that does not end is ended with its process, and everything that it has started, also in sessions of its own: a
-guardian between it and the actor is the parent of all that lose theirs.
+call that does not end is ended with its process, and everything that it has started, by the parent of its process.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ _MOST_CHARACTERS = 4000
 """Of a traceback, and of anything else that a user's function says of itself."""
 _NOT_STARTED = "its process did not start"
 _CLOSED, _CLOSED_STATUS = "the reward closed the descriptor by which its process answers", 121
-"""And the exit status of that process."""
-_PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!I")
 _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 """Folders whose code is between us and the user's function."""
@@ -290,7 +287,7 @@ def _stay_behind(channel: int) -> None:
     """Return in a child. This process guards it: once either end of the channel is gone it ends all that there is."""
     this = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become its children
     if not (child := os.fork()):
         die_with_parent()
         os.setpgid(0, 0)  # what it sends to its group is not for the guardian
@@ -301,8 +298,7 @@ def _stay_behind(channel: int) -> None:
     watched.register(line, 0)  # that the actor has closed it, or is gone, is always reported
     watched.register(os.pidfd_open(child))
     watched.poll()
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
+    line.close()
     deadline, status = time.monotonic() + _END_S, 0
     with contextlib.suppress(ChildProcessError):  # there are none any more
         while time.monotonic() < deadline:

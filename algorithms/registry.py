@@ -11,7 +11,7 @@ import copyreg
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Union
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Union, cast
 
 import torch
 from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
@@ -52,16 +52,11 @@ def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> Algorith
         return given
     if isinstance(given, dict) and is_reference(given.get("type")):
         return _section_of(given)
-    section: AlgorithmSection = known(given)
-    return section
+    return cast("AlgorithmSection", known(given))
 
 
 def _section_of(values: dict[str, Any]) -> AlgorithmSection:
-    """Make the section of a user's algorithm from plain values, as it can be made again from its own.
-
-    Raises:
-        UserFileError: the file has no such algorithm, a value is wrong, or the section does not survive being written.
-    """
+    """Make the section of a user's algorithm from plain values, or raise UserFileError; it can be made from its own."""
     reference, algorithm = values["type"], algorithm_of(values["type"])
     section_class = algorithm.config_class
     with blamed(f"type = '{reference}'"):
@@ -103,8 +98,7 @@ else:
 def loss_for(config: AlgorithmConfig) -> Loss:
     """The loss of a config, as a function of a batch alone, of which `algorithms.base.check_inputs` finds no fault.
 
-    The function raises `algorithms.registry.UndeclaredInput` where the loss reads what its `needs` do not declare, and
-    UserFileError where a user's raises anything else, or returns what no step can be taken with.
+    It raises UndeclaredInput where the loss reads what its `needs` do not declare, UserFileError where a user's fails.
     """
     loss = algorithm_of(config.type).loss
     needs = config.needs

@@ -85,7 +85,8 @@ def imported(path: Path) -> ModuleType:
         sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look a module up by its name
-    this, exit_now, os._exit = os.getpid(), os._exit, sys.exit  # which would end this process without a word
+    this, exit_now = os.getpid(), os._exit
+    os._exit = sys.exit  # type: ignore[assignment]  # it would end this process without a word
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the file is the user's: it may raise anything

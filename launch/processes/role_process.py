@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RaySystemError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from actors.tasks.task import TaskError
 from common.hf_folder import ModelFolderError
@@ -270,7 +270,7 @@ def outcome(pending: object) -> str:
 def _cause(error: Exception) -> Exception:
     """What the role raised, also while Ray read the arguments of the call there; else the error itself."""
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    inner = cause.client_exc if isinstance(cause, RaySystemError) else cause
+    inner: object = getattr(cause, "client_exc", None)  # of a RaySystemError
     return inner if isinstance(inner, Exception) else cause
 
 

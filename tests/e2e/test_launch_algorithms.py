@@ -1,6 +1,10 @@
 """Real runs of the other algorithms, each with what it has of its own, from actor to export."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 from safetensors import safe_open
@@ -50,6 +54,41 @@ def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
     assert {row["buffer/ledger_gap"] for row in steps} == {0}
     assert any((row["dpo/cross_frac"] or 0) > 0 for row in steps)
     assert summary["lag_max"] > 0
+
+
+def test_a_baseline_and_a_weight_from_files_train(tmp_path):
+    steps, _ = finished(
+        tmp_path,
+        *("--algorithm.baseline", "examples/baseline.py:median", "--buffer.sampler", "examples/samplers.py:hard_ones"),
+        *("--learner.num_steps", "4", "--learner.num_stages", "2"),
+        example="demo-ppo",
+    )
+    assert [row["step"] for row in steps] == list(range(1, 5))
+    assert any(row["ppo/advantage_abs"] > 0 for row in steps)
+
+
+def test_the_loss_of_the_page_trains_from_any_folder_and_after_it_was_resumed(tmp_path, monkeypatch):
+    """Its text is that of docs/algorithms/README.md."""
+    for name in ("own-loss.toml", "reinforce.py", "samplers.py", "file_reward.py", "file_rows.jsonl"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    steps, summary = finished(
+        tmp_path,
+        *("--model.path", str(ROOT / "examples" / "demo_model"), "--learner.num_stages", "2"),
+        *("--task.num_train", "12", "--task.num_heldout", "4", "--learner.groups_per_step", "4"),
+        *("--learner.num_steps", "4", "--learner.checkpoint_every", "2"),
+        example=str(tmp_path / "own-loss"),
+    )
+    assert summary["lag_max"] == 0
+    command = [sys.executable, "-m", "launch.cli", "resume", "run", "--learner.num_steps", "6"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["reinforce/advantage_abs"] >= 0 for row in steps)
 
 
 TEACHERS = """

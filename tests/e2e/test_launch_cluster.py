@@ -52,6 +52,65 @@ def test_a_run_across_three_hosts_trains_though_those_of_the_actors_do_not_see_i
         assert (host.processes(), host.listening(), left) == ([], [], [])
 
 
+OWN = """
+[model]
+path = "CHECKOUT/examples/demo_model"
+[task]
+type = "file"
+path = "CHECKOUT/examples/file_rows.jsonl"
+template = "{question:compact}="
+rewards = ["CHECKOUT/examples/file_reward.py:exact"]
+[algorithm]
+type = "/tmp/own/reinforce.py:ALGORITHM"
+[pools.front]
+role = "learner"
+count = 1
+[pools.back]
+role = "learner"
+count = 1
+[pools.exact]
+role = "actors"
+count = 1
+[actors]
+max_prompt_tokens = 8
+max_new_tokens = 8
+[learner]
+num_stages = 2
+num_steps = 3
+groups_per_step = 4
+token_budget = 256
+[weight_sync]
+transport = "network"
+"""
+
+
+@pytest.mark.full
+def test_a_loss_of_a_users_trains_on_another_host_and_one_that_lacks_the_file_is_named(tmp_path):
+    """The last stage, which evaluates the loss, is on the second host; the file is in the /tmp of each host."""
+    if reason := machines.missing():
+        pytest.skip(reason)
+    shared = tmp_path / "shared"
+    with machines.Hosts(shared, count=2, environment={"OMP_NUM_THREADS": "1"}) as made:
+        (shared / "own.toml").write_text(OWN.replace("CHECKOUT", str(machines.CHECKOUT)))
+        cluster = Cluster(made, tmp_path, pools=("front,exact", "back"))
+        cluster.up()
+        copy = ("bash", "-c", f"mkdir -p /tmp/own && cp {machines.CHECKOUT}/examples/reinforce.py /tmp/own/")
+        try:
+            made[0].inside(*copy)
+            process = cluster.run(shared, str(shared / "own.toml"))
+            said, _ = process.communicate(timeout=300)
+            assert process.returncode != 0
+            assert "stage.1: " in said
+            assert "there is no file /tmp/own/reinforce.py on host host-2" in said
+            assert "Traceback" not in said
+            made[1].inside(*copy)
+            said = end(cluster.run(shared, str(shared / "own.toml"), "--run.name", "second"), 300)
+        finally:
+            cluster.call("down")
+        rows = [json.loads(line) for line in (shared / "second" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "reinforce/advantage_abs" in row] == [1, 2, 3], said
+
+
 def newest(rows: list[dict], key: str) -> float:
     return [row[key] for row in rows if row.get(key) is not None][-1]
 

@@ -66,6 +66,47 @@ def exact(prompts, completions, answer, **columns):
     return [float(given.strip() == right) for given, right in zip(completions, answer)]
 """
 """The task's own, which holds the run back where the file beside it is."""
+LOSS = """
+from __future__ import annotations
+
+from dataclasses import replace
+from decimal import Decimal
+
+import numpy as np
+
+from algorithms.base import Algorithm, LossInputs, LossOutput
+from algorithms.trajectory_balance import TrajectoryBalanceConfig, trajectory_balance
+from beside import Shares
+
+
+class Mine(TrajectoryBalanceConfig):
+    type: str
+    shares: Shares = Shares(0.25)
+
+
+def mine(config: Mine, inputs: LossInputs) -> LossOutput:
+    found = trajectory_balance(config, inputs)
+    assert type(config.shares) is Shares
+    own = {"mine/share": Decimal(config.shares.of_mine), "mine/samples": np.int64(inputs.num_sequences)}
+    return replace(found, measured={**found.measured, **own})
+
+
+class Oldest:
+    def choose(self, candidates, num_groups, random, taken=frozenset()):
+        return [key.group_id for key in candidates.ready if key.group_id not in taken][:num_groups]
+
+
+MINE, oldest = Algorithm(Mine, mine), Oldest()
+"""
+"""The demo's loss and the default sampler, out of a file of a user's."""
+BESIDE = """
+from dataclasses import dataclass
+
+
+@dataclass
+class Shares:
+    of_mine: float
+"""
 
 
 class Life(LiveRun):
@@ -75,8 +116,11 @@ class Life(LiveRun):
         self.prometheus_port = free_port()
         reward, self._slow = folder / "reward.py", folder / "slow"
         reward.write_text(REWARD)
+        (folder / "mine.py").write_text(LOSS)
+        (folder / "beside.py").write_text(BESIDE)
+        own = ("--algorithm.type", f"{folder}/mine.py:MINE", "--buffer.sampler", f"{folder}/mine.py:oldest")
         rewarded = ("--task.rewards", json.dumps([f"{reward}:exact"]), "--actors.reward_processes", "1")
-        super().__init__(folder, *ENDLESS, *rewarded, "--tracking.prometheus_port", str(self.prometheus_port))
+        super().__init__(folder, *ENDLESS, *rewarded, *own, "--tracking.prometheus_port", str(self.prometheus_port))
         self.failed = ""
         """The act in which it ended."""
         self.family: list[psutil.Process] = []
@@ -155,6 +199,7 @@ def test_it_trains_on_what_actors_sample_meanwhile_within_the_bound(run: Life):
     assert {row["buffer/ledger_gap"] for row in rows} == {0}
     assert 0 < max(row["lag/token_max"] for row in rows) <= 4
     assert rows[0]["mismatch/lag0_tokens"] > 0, "step 1 trains on version 0 alone"
+    assert {(row["mine/share"], row["mine/samples"]) for row in rows} == {(0.25, 64)}
     for row in rows:
         assert (row["mismatch/lag0_abs"] is None) == (row["mismatch/lag0_tokens"] == 0)
         assert row["mismatch/lag0_abs"] is None or row["mismatch/lag0_abs"] < 1e-3

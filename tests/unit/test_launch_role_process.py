@@ -6,12 +6,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 
 from actors.tasks import TaskError
 from common.hf_folder import ModelFolderError
+from common.user_input import UserFileError
 from launch.processes.placement import Reservation, spawn
-from launch.processes.role_process import Restarts, RoleProcess, RunFailed, WrongInput, results
+from launch.processes.role_process import Restarts, RoleProcess, RunFailed, WrongInput, reason, results
 
 SILENCE_S = 30.0
 
@@ -86,6 +87,12 @@ def test_who_answers_in_time_or_dies_is_not_called_silent(clock, answer):
         (TaskError("3 prompts are too long"), "actor.1: 3 prompts are too long"),
         (ModelFolderError("no tensor x"), "actor.1: no tensor x"),
         (ValueError("another"), "actor.1 failed: ValueError: another; see logs/actor.1.log"),
+        (UserFileError("there is no file x.py on host b"), "actor.1: there is no file x.py on host b"),
+        (RaySystemError(UserFileError("no file x.py"), "a page of text"), "actor.1: no file x.py"),
+        (
+            RaySystemError("store lost"),
+            "actor.1 failed: RaySystemError: System error: store lost; see logs/actor.1.log",
+        ),
     ],
 )
 def test_what_a_role_says_of_the_task_or_the_model_is_told_apart_from_a_failure(clock, raised, said):
@@ -94,6 +101,13 @@ def test_what_a_role_says_of_the_task_or_the_model_is_told_apart_from_a_failure(
         results([(clock.process, "call")], "to be ready", clock.now_s + 10.0)
     assert str(caught.value) == said
     assert isinstance(caught.value, WrongInput) is not said.endswith(".log")
+
+
+def test_what_a_users_code_raised_is_one_line_without_the_name_of_our_class():
+    raised = RayTaskError(
+        "run", "a page of text", UserFileError("'mine.py:MINE', line 3 raised ValueError: two\nlines")
+    )
+    assert reason(raised) == "'mine.py:MINE', line 3 raised ValueError: two lines"
 
 
 def test_a_role_starts_with_the_variables_that_it_is_given_and_sees_no_gpu_that_it_has_not_reserved(monkeypatch):
