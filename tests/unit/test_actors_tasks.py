@@ -246,8 +246,9 @@ def test_the_check_before_a_run_looks_at_some_prompts_of_many_and_always_at_the_
     ("beginning", "said"),
     [
         ("import no_such_library", "importing .*reward.py failed: ModuleNotFoundError: No module named 'no_such_lib"),
-        ("import sys\nsys.exit('no licence')", "importing .*reward.py failed: SystemExit: no licence"),
-        ("import os\nprint('out', flush=True)\nos._exit(3)", r"importing .*reward.py ended the process with status 3"),
+        ("import sys\nsys.exit('no licence')", "reward.py ended its process with status 1: no licence"),
+        ("import os\nprint('out', flush=True)\nos._exit(3)", r"importing .*reward.py ended its process with status 3"),
+        ("import os\nos.abort()", r"importing .*reward.py ended the process with status -6"),
         ("import time\ntime.sleep(60)", r"did not end within launch.startup_timeout_s = 2 s"),
         ("print('\"a word\"')", None),
     ],
