@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import math
 import os
 import resource
 import select
@@ -133,8 +134,9 @@ def serve(parent: str) -> None:
     """Read a job from stdin, run its programs, write their results to stdout; both are JSON.
 
     A job has `as_nobody` and `isolated`, which are the way to run, `timeout_s` for all programs together,
-    `memory_bytes`, `stop_at_failure`, and `programs`, each with its `source` and either `stdin` and `stdout`, or a
-    `test`. A result is true where the program printed that, or ran the test to its end.
+    `memory_bytes`, `stop_at_failure`, and `programs`, each with its `source` and either `stdin` and `stdout`, a `test`,
+    or a `call` and results that are `wanted`. A result is true where the program printed that, ran the test to its end
+    or returned one of them; a reason and its detail where that cannot be judged.
 
     Exits with REFUSED where the kernel does not let it run so.
     """
@@ -173,7 +175,7 @@ def serve(parent: str) -> None:
     os._exit(0)
 
 
-def _write(results: list[bool]) -> None:
+def _write(results: list[bool | list[str]]) -> None:
     print(json.dumps(results), flush=True)
 
 
@@ -199,24 +201,117 @@ def _mount_read_only() -> None:
 
 # --- one program after the other ------------------------------------------------------------------------
 
+_START = "import builtins, sys; exec(sys.argv.pop(), {'__builtins__': dict(vars(builtins))})"
+"""Gives `_TEST` builtins that the program does not change."""
 _TEST = """
-import os, sys, types
-word = os.read(int(sys.argv[2]), 64)
-os.close(int(sys.argv[2]))
-with open(sys.argv[1], encoding="utf-8") as file:
-    source, test = file.read().split("\\0")
-module = sys.modules["solution"] = types.ModuleType("solution")  # dataclasses look their module up
-space = vars(module)
-exec(compile(source, "solution.py", "exec"), space)
-exec(compile(test, "test.py", "exec"), space)
-os.write(int(sys.argv[3]), word)
+import base64, builtins, json, marshal, os, sys, types
+from contextlib import suppress
+task, dumps, report = json.load(sys.stdin), json.dumps, open(os.dup(1), "w")
+for number in 0, 1:
+    os.dup2(os.open(os.devnull, os.O_RDWR), number)
+program, main = types.ModuleType("solution"), types.ModuleType("__main__")
+sys.modules.update(solution=program, __main__=main)  # dataclasses look their module up
+space, test, marks, imports = vars(program), vars(main), set(), {}
+space["__builtins__"] = vars(builtins)
+exec("from typing import *", space)  # for the annotations of LeetCode's programs
+groups, plain = (list, tuple, set, frozenset, dict), {int, float, str, bool, bytes, type(None)}
+probes = object(), None, 0, 1, 2, 3, 10, 10**6, -1, "", "a", "b", "abc", ["l"], ("t",), {"d": 0}
+class Names(dict):  # the builtins of a test: names of the program come after them, as they are when they are used
+    __missing__ = lambda self, name: space[name]
+class NoVerdict(Exception):
+    pass
+def ran(name=True):  # an assertion, or the test's function of this name
+    marks.add(name)
+    for new in test.keys() - space.keys():
+        space[new] = test[new]  # the program may use a class that the test defines
+    return True
+def honest(value, equal=0):  # neither it nor an entry of it equals values that differ
+    for one in [*value, *getattr(value, "values", list)()] if isinstance(value, groups) else ():
+        honest(one)
+    for probe in () if type(value) in plain else probes:
+        with suppress(Exception):
+            equal += bool(value == probe or value < -1e300)
+    assert equal < 2
+    return value
+def restore():  # what the program has replaced in the modules that the test imports
+    sys.modules.update(imports)
+    for owner, names in saved:
+        for name, value in names.items():
+            vars(owner).get(name) is value or setattr(owner, name, value)
+def own(names):  # those that the program defines
+    found = {name: space[name] for name in names if name in space}
+    return [name for name, one in found.items() if callable(one) and getattr(one, "__module__", "") == "solution"]
+def entry():
+    name, solution = task["name"], space.get("Solution", object)
+    if name is None:
+        names = [key for key in own(space) if not isinstance(space[key], type)]
+        name, *more = names or [key for key in vars(solution) if key[0] != "_"]
+        if more:
+            raise NoVerdict("the row names no function to call", "the program defines several")
+    return space[name] if name in space or solution is object else getattr(solution(), name)
+def call(function):
+    code, name = function.__code__, function.__name__
+    needed = code.co_varnames[hasattr(function, "__self__"):code.co_argcount - len(function.__defaults__ or ())]
+    is_known = needed in ((), ("candidate",)) or name == "check" and len(needed) == 1
+    if is_known and not hasattr(function, "pytestmark") and function(*[entry() for _ in needed]) is None:
+        return
+    if is_known or name not in marks:  # else the test calls it itself
+        raise NoVerdict("the row's tests need pytest", f"to call {name}({', '.join(needed)})")
+def run_case(unittest, case):
+    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result := unittest.TestResult())
+    assert not (result.failures or result.errors or result.unexpectedSuccesses)
+    if result.skipped:  # by the test, or by the program
+        raise NoVerdict("tests of the row are skipped", result.skipped[0][1])
+def run_class(case):
+    for key in [key for key in dir(case) if key.startswith("test")]:
+        own = case()
+        for step in ("setup_class", "setup_method", key):
+            hasattr(own, step) and call(getattr(own, step))
+def run_test():
+    names, used = Names(__builtins__), own(task["names"])
+    used = used if names.keys() >= set(used) else own([task["name"]])  # has what is asked for the name of a builtin?
+    names.update({name: space[name] for name in used})
+    names.update(leeway_ran=ran, leeway_honest=honest, globals=lambda: {**space, **test})
+    test.update(__builtins__=names, __file__="test.py")
+    exec(marshal.loads(base64.b64decode(task["test"])), test)
+    for name, one in list(test.items()):
+        restore()
+        unittest = sys.modules.get("unittest")
+        if not isinstance(one, (type, types.FunctionType)) or one.__module__ != "__main__":
+            continue
+        if isinstance(one, type) and unittest and issubclass(one, unittest.TestCase):
+            run_case(unittest, one)
+        elif name.startswith(("test", "Test")):
+            run_class(one) if isinstance(one, type) else call(one)
+    if "check" in test and "check" not in marks:
+        call(test["check"])
+    if True not in marks:
+        raise NoVerdict("the row's tests execute no assertion", "")
+for name in task.get("imports", ()):
+    __import__(name)
+    imports[name] = sys.modules[name]
+owners = [one for module in imports.values() for one in (module, *vars(module).values())]
+saved = [(one, dict(vars(one))) for one in owners if isinstance(one, (type, types.ModuleType))]
+why = result = None
+try:
+    exec(compile(task["source"], "solution.py", "exec"), space)
+    if "call" in task:
+        arguments = f"(lambda *args, **keys: entry()(*args, **keys))({task['call']})"
+        result = eval(arguments, {"entry": entry, "inf": float("inf"), "nan": float("nan")})
+    else:
+        run_test()
+except NoVerdict as stop:
+    why = stop.args
+report.write(task["word"] + dumps([why, result], default=lambda value: value.tolist()))  # of numpy
 """
-"""Says the word that it was told at the end of the test alone, so that a program which exits early has not passed."""
+"""Runs a test after a program, and reports with the word that it was told, at the end alone: a program that exits early
+has not passed. The test has names and builtins of its own, and calls `leeway_ran` for each assertion, as
+`actors.tasks.code` compiles it. Of a call the result is reported: what is wanted is not known here."""
 
 
-def _results(job: dict[str, Any], folder: str) -> list[bool]:
+def _results(job: dict[str, Any], folder: str) -> list[bool | list[str]]:
     deadline = time.monotonic() + job["timeout_s"]
-    results: list[bool] = []
+    results: list[bool | list[str]] = []
     for program in job["programs"]:
         has_passed = _passes(program, job, folder, deadline)
         results.append(has_passed)
@@ -236,21 +331,16 @@ def _clear(folder: str) -> None:
                 os.unlink(path)
 
 
-def _passes(program: dict[str, str], job: dict[str, Any], folder: str, deadline: float) -> bool:
-    test, path = program.get("test"), os.path.join(folder, "solution.py")
-    with open(path, "w", encoding="utf-8", errors="replace") as file:
-        file.write(program["source"] if test is None else f"{program['source']}\0{test}")
-    word = os.urandom(16).hex().encode()
-    theirs, ours = os.pipe()
-    said, says = os.pipe()
-    os.set_blocking(said, False)
-    os.write(ours, word)
-    os.close(ours)
-    command = [sys.executable, "-I", "-B"]
-    command += [path] if test is None else ["-c", _TEST, path, str(theirs), str(says)]
-    expected = program.get("stdout", "")
+def _passes(program: dict[str, Any], job: dict[str, Any], folder: str, deadline: float) -> bool | list[str]:
+    path, is_script = os.path.join(folder, "solution.py"), "stdin" in program
+    word, expected = os.urandom(16).hex(), program.get("stdout", "")
+    if is_script:
+        with open(path, "w", encoding="utf-8", errors="replace") as file:
+            file.write(program["source"])
+    command = [sys.executable, "-I", "-B", *([path] if is_script else ["-c", _START, path, _TEST])]
     with tempfile.TemporaryFile(dir=folder) as stdin:
-        stdin.write(program.get("stdin", "").encode("utf-8", "replace"))
+        task = program["stdin"] if is_script else json.dumps({**program, "wanted": None, "word": word})
+        stdin.write(task.encode("utf-8", "replace"))
         stdin.seek(0)
         places = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder}
         process = subprocess.Popen(
@@ -258,14 +348,11 @@ def _passes(program: dict[str, str], job: dict[str, Any], folder: str, deadline:
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            pass_fds=() if test is None else (theirs, says),
             cwd=folder,
             env={**places, **_ONE_THREAD, "LANG": "C.UTF-8"},
             start_new_session=True,
             preexec_fn=lambda: _limit(job),
         )
-    os.close(theirs)
-    os.close(says)
     try:
         output = _output_of(process, OUTPUT_BYTES + 4 * len(expected), deadline)
         status = process.wait(max(0.0, deadline - time.monotonic())) if output is not None else None
@@ -273,13 +360,31 @@ def _passes(program: dict[str, str], job: dict[str, Any], folder: str, deadline:
         status = output = None
     finally:
         _end(process, job)
-        has_said = False
-        with contextlib.suppress(BlockingIOError):  # where something that got away holds the other end
-            has_said = os.read(said, len(word)) == word
-        os.close(said)
     if output is None or status != 0:
         return False
-    return has_said if test is not None else _lines(output.decode("utf-8", "replace")) == _lines(expected)
+    if is_script:
+        return _lines(output.decode("utf-8", "replace")) == _lines(expected)
+    said, is_true, report = output.decode("utf-8", "replace").partition(word)
+    if said or not is_true:  # what the program wrote there
+        return False
+    with contextlib.suppress(ValueError, TypeError):  # it may have changed what writes JSON
+        why, result = json.loads(report)
+        if isinstance(why, list):
+            return [*map(str, why), "", ""][:2]
+        return why is None and ("call" not in program or any(_is_same(result, one) for one in program["wanted"]))
+    return False
+
+
+def _is_same(found: Any, wanted: Any) -> bool:  # noqa: ANN401 -- any JSON
+    """Compare as Python does; a float that is wanted allows for rounding, in proportion to it."""
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return found.keys() == wanted.keys() and all(_is_same(found[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, float) and isinstance(found, float):
+        is_close = math.isclose(found, wanted, rel_tol=1e-9, abs_tol=0.0 if wanted else 1e-12)
+        return is_close or (math.isnan(found) and math.isnan(wanted))
+    return bool(found == wanted)
 
 
 def _lines(text: str) -> list[str]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import base64
+import contextlib
 import json
 import logging
+import marshal
+import operator
 import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +67,7 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
         value = look_up(problem)
         if not value:
             return None
-        tests = _tests(value)
+        tests = _tests(value, problem.columns)
         if isinstance(tests, NoScore):
             return tests
         async with places:
@@ -97,68 +105,197 @@ def _text_of(block: list[str]) -> str:
     return textwrap.dedent("\n".join(block))
 
 
-async def _reward(rule: CodeRule, way: _Way, source: str, tests: list[dict[str, str]]) -> float | NoScore:
+async def _reward(rule: CodeRule, way: _Way, source: str, tests: list[_Test]) -> float | NoScore:
     if not source.strip():
         return 0.0
-    programs = [{"source": source, **test} for test in tests]
+    programs = [{"source": source.encode("utf-8", "replace").decode(), **test} for test in tests]
     results = await _run(rule, way, programs)
     if isinstance(results, NoScore):
         return results
-    share = sum(results) / len(tests)  # those that were not run have not passed
+    unjudged = next((one for one in results if isinstance(one, NoScore)), None)
+    if unjudged and (rule.partial or False not in results):
+        return unjudged
+    share = results.count(True) / len(tests)  # those that were not run have not passed
     return rule.weight * (share if rule.partial else float(share == 1.0))
 
 
 # --- code: its tests ----------------------------------------------------------------------------------
 
-
-def _tests(value: Any) -> list[dict[str, str]] | NoScore:  # noqa: ANN401 -- any JSON
-    """What the sandbox is to do after the source, one entry per test."""
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            return [{"test": value}]
-        if not isinstance(parsed, list | dict):
-            return [{"test": value}]
-        value = parsed
-    if isinstance(value, dict) and isinstance(value.get("inputs"), list) and isinstance(value.get("outputs"), list):
-        name, inputs, outputs = value.get("fn_name"), value["inputs"], value["outputs"]
-        if len(inputs) == len(outputs):
-            pairs = zip(inputs, outputs, strict=True)
-            value = [{"input": given, "output": wanted, "fn_name": name} for given, wanted in pairs]
-    tests = [_test(one) for one in value] if isinstance(value, list) else []
-    if not tests or None in tests:
-        return NoScore(
-            "the row's tests have no form that is known",
-            f"neither asserts nor pairs of input and output: {str(value)[:200]!r}",
-        )
-    return [test for test in tests if test is not None]
+_Test = dict[str, Any]
+_UNKNOWN = "the row's tests have no form that is known"
+_NAMES = ("fn_name", "func_name", "function_name", "entry_point")
+_TEXTS = ("assert_case", "assertion", "test_list", "test_code", "test", "tests", "functional")
+_OUTPUTS = ("output", "expected_output", "expected")
+_DEFINED = re.compile(r"\bdef\s+(?!__)(\w+)")
+_RUNS = re.compile(r"\b(unittest|pytest)\.main\(")
+_ASSERTS = re.compile(r"(^|\.)(assert\w*|raises|warns|fail)$")
+_MAY_FAIL = re.compile(r"\braise\b|leeway_ran")
+_NO_CODE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+"""Raised where a text is no Python."""
 
 
-def _test(one: Any) -> dict[str, str] | None:  # noqa: ANN401 -- any JSON
-    if isinstance(one, str):
-        return {"test": one}
-    if not isinstance(one, dict) or "output" not in one:
-        return None
-    given, wanted, name = one.get("input", ""), one["output"], one.get("fn_name")
-    if name is None:
-        return {"stdin": _joined(given), "stdout": _joined(wanted)}
-    if not isinstance(name, str) or not name.isidentifier() or not isinstance(given, list):
-        return None
-    right = [wanted, *wanted] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]  # APPS wraps what it wants
-    function = f"(globals().get({name!r}) or getattr(Solution(), {name!r}))"  # LeetCode's programs are of such a class
-    # a tuple is a list in JSON
-    return {"test": f"import json\nassert json.loads(json.dumps({function}(*{given!r}))) in {right!r}"}
+def check_tests(name: str, problems: Sequence[Problem], look_up: Callable[[Problem], Any]) -> None:
+    """Find a rule that can score none of these problems.
+
+    Raises:
+        TaskError: says why the first has no score.
+    """
+    tests = (_tests(look_up(problem), problem.columns) for problem in problems)
+    first = next(tests, None)
+    if isinstance(first, NoScore) and all(isinstance(one, NoScore) for one in tests):
+        why = f"Of row {problems[0].index}, {first.why}: {first.detail}"
+        raise TaskError(f"task.rewards: '{name}' can score no training row. {why}; see docs/tasks.md for known forms")
+
+
+def _tests(value: Any, columns: Mapping[str, Any]) -> list[_Test] | NoScore:  # noqa: ANN401 -- any JSON
+    """Return what the sandbox is to do after the source, one entry per test."""
+    tests = [_test(one, columns) for one in _listed(value)]
+    wrong = next((one for one in tests if isinstance(one, NoScore)), None if tests else NoScore(_UNKNOWN, "no test"))
+    return wrong or [one for one in tests if isinstance(one, dict)]
+
+
+def _parsed(value: Any) -> Any:  # noqa: ANN401 -- any JSON
+    """Return what a text holds as JSON or as a literal of Python, else the text itself."""
+    for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
+        with contextlib.suppress(*_NO_CODE):
+            return parse(value)
+    return value
+
+
+def _listed(value: Any) -> list[Any]:  # noqa: ANN401 -- any JSON
+    """Return single tests: those of a list, or of an object of lists, which may be texts."""
+    value = _parsed(value)
+    if isinstance(value, list):
+        singles = [_listed(one) if isinstance(one, dict) and "input" not in one else [one] for one in value]
+        return [one for single in singles for one in single]
+    if not isinstance(value, dict):
+        return [value]
+    if tests := next((value[key] for key in _TEXTS if value.get(key)), None):
+        return _listed(tests)
+    given, wanted = (_parsed(value.get(f"{key}s", value.get(key))) for key in ("input", "output"))
+    if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
+        return [value]
+    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in wanted)  # as APPS has them
+    pairs = zip(given, wanted, strict=True)
+    return [{**value, "input": one, "output": two, "is_wrapped": is_wrapped} for one, two in pairs]
+
+
+def _test(one: Any, columns: Mapping[str, Any]) -> _Test | NoScore:  # noqa: ANN401 -- any JSON
+    parsed = _parsed(one)
+    own: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
+    name, key = _function(own, columns), next((key for key in _OUTPUTS if key in own), None)
+    if isinstance(one, str) and not own:
+        imports, setup = columns.get("test_imports") or [], columns.get("test_setup_code") or ""  # of MBPP
+        test = _recorded("\n".join([*(imports if isinstance(imports, list) else [imports]), setup, one]))
+        return test if isinstance(test, NoScore) else {**test, "name": name}
+    given, kind = own.get("input"), str(own.get("testtype") or own.get("type"))
+    given = "" if given is None else given
+    is_text = not isinstance(given, list | dict) or all(isinstance(line, str) for line in given)
+    call = None
+    if key and ("std" in kind or (name is None and is_text and "func" not in kind)) and own[key] is not None:
+        return {"stdin": _joined(given), "stdout": _joined(own[key])}
+    if key and (name is None or name.isidentifier()):
+        call = _call(given, own[key], is_wrapped=bool(own.get("is_wrapped")))
+    return {**call, "name": name} if call else NoScore(_UNKNOWN, repr(one)[:200])
+
+
+def _call(given: Any, wanted: Any, *, is_wrapped: bool) -> _Test | None:  # noqa: ANN401 -- any JSON
+    """Return a call, whose arguments are a list, an object, or one to a line; None where they are no values."""
+    if isinstance(given, str):
+        lines = [line for line in given.splitlines() if line.strip()]
+        given, wanted = [_parsed(line) for line in lines], _parsed(wanted)
+        if any(map(operator.is_, lines, given)):
+            return None
+    given = given if isinstance(given, list | dict) else [given]
+    results = [wanted, *wanted] if is_wrapped else [wanted]
+    with contextlib.suppress(TypeError):
+        json.dumps(results)  # no set, for example
+        return {"call": f"{'**' if isinstance(given, dict) else '*'}{given!r}", "wanted": results}
+    return None
+
+
+def _function(own: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """Return the name of the function to call, from the test or the columns of its row."""
+    metadata = _parsed(columns.get("metadata"))
+    places = (own, columns, metadata if isinstance(metadata, dict) else {})
+    if name := next((place[key] for place in places for key in _NAMES if place.get(key)), None):
+        return str(name).removeprefix("Solution().")
+    starter = _DEFINED.search(str(columns.get("starter_code")))
+    return starter and starter[1]
 
 
 def _joined(value: Any) -> str:  # noqa: ANN401 -- any JSON
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+@lru_cache(64)
+def _recorded(text: str) -> _Test | NoScore:
+    """Compile the test so that it reports which of its assertions are executed."""
+    recorder = _Recorder()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            recorder.visit(tree := ast.parse(text))
+            code = compile(ast.fix_missing_locations(tree), "test.py", "exec", dont_inherit=True, optimize=0)
+        missing = [name for name in recorder.imports if find_spec(name.partition(".")[0]) is None]
+    except _NO_CODE as error:
+        return NoScore(_UNKNOWN, f"{error}: {text[:200]!r}")
+    if missing:
+        return NoScore("the row's tests import what is not installed here", missing[0])
+    if not recorder.can_assert:
+        return NoScore("the row's tests execute no assertion", repr(text[:200]))
+    encoded = base64.b64encode(marshal.dumps(code)).decode()
+    return {"test": encoded, "imports": sorted(recorder.imports), "names": sorted(recorder.names)}
+
+
+class _Recorder(ast.NodeTransformer):
+    """Has a test call what `sandbox._TEST` defines for each assertion, and around what is compared."""
+
+    def __init__(self) -> None:
+        self.imports, self.names, self.can_assert = set[str](), set[str](), False
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Change what a node holds, then itself."""
+        self.generic_visit(node)
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                modules = {each.name for each in node.names} if isinstance(node, ast.Import) else {node.module or ""}
+                self.imports |= modules - {"solution"}
+                return ast.Pass() if modules == {"solution"} and node.names[0].name == "*" else node  # has its names
+            case ast.Expr(ast.Call()) if _RUNS.search(ast.unparse(node)):
+                return ast.Pass()  # all that it would run is run
+            case ast.Name():
+                self.names.add(node.id)
+            case ast.FunctionDef():
+                node.body[:0] = ast.parse(f"leeway_ran({node.name!r})").body
+            case ast.Compare():
+                node.left, *node.comparators = map(_compared, [node.left, *node.comparators])
+            case ast.Call() if _ASSERTS.search(ast.unparse(node.func)):
+                node.func, node.args = self._asserted(node.func), [*map(_compared, node.args)]
+            case ast.Assert():
+                node.test = self._asserted(node.test)
+            case ast.If() if any(isinstance(one, ast.Raise) for one in (*node.body, *node.orelse)):
+                node.test = self._asserted(node.test)
+            case ast.Try() if _MAY_FAIL.search(ast.unparse(ast.Module([*node.body, *node.orelse], []))):
+                for handler in node.handlers:  # of what it expects
+                    handler.body.insert(0, ast.Expr(self._asserted(ast.Constant(value=True))))
+        return node
+
+    def _asserted(self, value: ast.expr) -> ast.expr:
+        self.can_assert = True
+        return ast.BoolOp(ast.And(), [ast.Call(ast.Name("leeway_ran", ast.Load()), [], []), value])
+
+
+def _compared(value: ast.expr) -> ast.expr:
+    function = getattr(value, "func", value)
+    is_free = getattr(function, "attr", getattr(function, "id", "")) in ("ANY", "approx")  # meant to equal much
+    is_free |= isinstance(value, ast.Constant | ast.Starred)
+    return value if is_free else ast.Call(ast.Name("leeway_honest", ast.Load()), [value], [])
+
+
 # --- code: the sandbox --------------------------------------------------------------------------------
 
 
-def _job(rule: CodeRule, way: _Way, programs: list[dict[str, str]]) -> bytes:
+def _job(rule: CodeRule, way: _Way, programs: list[_Test]) -> bytes:
     job = {
         "as_nobody": way.as_nobody,
         "isolated": way.isolated,
@@ -174,7 +311,7 @@ def _command() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(sandbox.__file__).parents[1]), str(os.getpid())]
 
 
-async def _run(rule: CodeRule, way: _Way, programs: list[dict[str, str]]) -> list[bool] | NoScore:
+async def _run(rule: CodeRule, way: _Way, programs: list[_Test]) -> list[bool | NoScore] | NoScore:
     process = await asyncio.create_subprocess_exec(
         *_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -189,7 +326,7 @@ async def _run(rule: CodeRule, way: _Way, programs: list[dict[str, str]]) -> lis
             await process.wait()
     if process.returncode:
         return NoScore("the sandbox failed", f"status {process.returncode}: {error.decode(errors='replace')[-500:]}")
-    return [bool(one) for one in json.loads(out)]
+    return [NoScore(*one) if isinstance(one, list) else one for one in json.loads(out)]
 
 
 def _way(name: str, rule: CodeRule) -> tuple[_Way, str]:

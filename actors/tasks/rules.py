@@ -19,7 +19,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from actors.tasks.code import check_code, load_code
+from actors.tasks.code import check_code, check_tests, load_code
 from actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
 from actors.tasks.prompts import Template, split_field, value_at
 from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
@@ -48,8 +48,10 @@ def check_rule(
         raise TaskError(f"{why} '{{{path}}}': it is null")
     if here and isinstance(rule, MathRule):
         _check_math()
-    if here and isinstance(rule, CodeRule):
-        check_code(name, rule)
+    if isinstance(rule, CodeRule):
+        check_tests(name, problems, lambda problem: value_at(problem.columns, path or ""))
+        if here:
+            check_code(name, rule)
 
 
 def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:

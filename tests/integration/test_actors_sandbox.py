@@ -33,11 +33,11 @@ def is_isolated(request, monkeypatch):
     return request.param
 
 
-def rewards(source, tests, **keys):
+def rewards(source, tests, columns=None, **keys):
     """What the rule gives to a program, once."""
     rule = CodeRule(**{"timeout_s": 20.0, **keys})
     call = code.load_code("code", rule, lambda problem: problem.columns["tests"])
-    (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], [source]))
+    (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests, **(columns or {})})], [source]))
     return value
 
 
@@ -73,6 +73,106 @@ def test_a_program_is_paid_for_the_tests_that_it_passes_within_its_limits(
 ):
     monkeypatch.setenv("SECRET", "1")
     assert rewards(source, tests, **keys) == expected
+
+
+UNITTEST = """
+import unittest
+from solution import add
+class Case(unittest.TestCase):
+    def setUp(self):
+        self.two = 2
+    {decorator}
+    def test_sum(self):
+        self.assertEqual(add(1, self.two), 3)
+"""
+NONE = "the row's tests execute no assertion"
+
+
+@pytest.mark.parametrize(
+    ("tests", "columns", "why"),
+    [
+        ("def check(candidate):\n    assert candidate(1, 2) == 3", {"entry_point": "add"}, None),
+        ("def check(candidate):\n    assert candidate(1, 2) == 3", {}, None),
+        ("def check(f):\n    return f(1, 2) == 3 or raises", {}, NONE),
+        ("def check(a, b):\n    assert a == b\ncheck(add(1, 2), 3)", {}, None),
+        ("def same(a, b):\n    if a != b:\n        raise ValueError\ndef test():\n    same(add(1, 2), 3)", {}, None),
+        ("from solution import *\nclass TestAdd:\n    def test_one(self):\n        assert add(1, 2) == 3", {}, None),
+        (
+            "def test_a():\n    assert add(1, 2) == 3\ndef test_b(tmp_path):\n    assert tmp_path",
+            {},
+            "the row's tests need pytest",
+        ),
+        ("try:\n    add(1, 2, 3)\n    assert False\nexcept TypeError:\n    assert add(1, 2) == 3", {}, None),
+        ("for i in range(3):\n    assert add(i, 2) == i + 2", {}, None),
+        ("class Pair:\n    sum = add(1, 2)\nassert globals()['add'](1, 2) == Pair.sum == 3", {}, None),
+        ("if False:\n    assert add(1, 2) == 3", {}, NONE),
+        ("def helper():\n    assert add(1, 2) == 3", {}, NONE),
+        ("for i in []:\n    assert add(i, 2) == i", {}, NONE),
+        (f"{UNITTEST.format(decorator='')}unittest.main()", {}, None),
+        (f"{UNITTEST.format(decorator='')}\nif __name__ == '__main__':\n    unittest.main()", {}, None),
+        (UNITTEST.format(decorator="@unittest.skip('later')"), {}, "tests of the row are skipped"),
+        ([{"input": "1\n2", "output": "3", "testtype": "functional"}], {"metadata": '{"func_name": "add"}'}, None),
+        ([{"input": [1, 2], "output": 3}], {}, None),
+        ([{"input": {"a": 1, "b": 2}, "output": 3}], {"fn_name": "add"}, None),
+    ],
+)
+def test_a_right_program_passes_and_a_wrong_one_does_not_in_each_form_and_where_nothing_is_asserted_neither_has_a_score(
+    tests, columns, why
+):
+    found = [rewards(source, tests, columns) for source in (ADD, ADD.replace("+", "-"))]
+    assert found == [1.0, 0.0] if why is None else [one.why for one in found] == [why, why]
+
+
+def test_a_row_that_names_no_function_scores_no_program_that_defines_several():
+    tests = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+    found = rewards(f"def one():\n    return 1\n{ADD}", tests)
+    assert found.why == "the row names no function to call"
+    assert rewards("class Solution:\n    def add(self, a: int, b: Optional[int]):\n        return a + b", tests) == 1.0
+    assert rewards("x = 1", tests) == 0.0
+
+
+EQUAL = "class Equal:\n    def __eq__(self, other):\n        return True\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{EQUAL}def add(a, b):\n    return Equal()",
+        "from unittest.mock import ANY\ndef add(a, b):\n    return ANY",
+        "def add(a, b):\n    raise SystemExit",
+        "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\ndef add(a, b):\n    return 0",
+        "import unittest\nunittest.TestCase.run = lambda *a: None\ndef add(a, b):\n    return 0",
+        "import math\nmath.isclose = lambda *a: True\ndef add(a, b):\n    return 0",
+        "import builtins\nbuiltins.all = lambda x: True\ndef add(a, b):\n    return 0",
+        "__builtins__['all'] = all = lambda x: True\ndef add(a, b):\n    return 0",
+        "import json\njson.JSONEncoder.encode = lambda *a: '[1, null]'\ndef add(a, b):\n    return 0",
+        "import os\nos.write(1, b'x')\ndef add(a, b):\n    return 0\ndef check(candidate):\n    pass",
+        "print(3)\ndef add(a, b):\n    print(3)",
+        "open('solution.py').read()",
+    ],
+)
+def test_a_wrong_program_that_changes_what_judges_it_does_not_pass(source):
+    functional = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+    check = "import math\ndef check(candidate):\n    assert all([math.isclose(candidate(1, 2), 3)])"
+    for tests in (
+        "assert add(1, 2) == 3",
+        "assert [add(1, 2)] == [3]",
+        check,
+        UNITTEST.format(decorator=""),
+        functional,
+    ):
+        assert rewards(source, tests, {"entry_point": "add"}) == 0.0
+
+
+def test_objects_of_the_programs_own_are_compared_by_their_own_equality():
+    source = "class V:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): return self.x == other.x\n"
+    assert rewards(source, ["assert V(1) == V(1)", "assert [V(1), V(2)] != [V(1), V(1)]"]) == 1.0
+    assert rewards(source, ["assert V(1) == V(2)"]) == 0.0
+
+
+def test_a_function_that_is_named_as_a_builtin_is_the_programs():
+    assert rewards("def sum(a, b):\n    return a + b", ["import math\nassert math and sum(1, 2) == 3"]) == 1.0
+    assert rewards("def max(xs):\n    return xs[0]", ["assert max([1, 2]) == 2"]) == 0.0
 
 
 def test_a_program_that_does_not_end_costs_its_time_alone_and_all_that_it_started_ends(is_isolated):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from actors import sandbox
 from actors.tasks import Problem, TaskError, check_task, code, load_reward, load_task, rules
 from actors.tasks.code import source_of
 from actors.tasks.config import CodeRule, ExactRule, ReasoningGymTask
@@ -296,70 +297,146 @@ def test_the_last_block_of_python_is_the_program(completion, source):
     assert source_of(completion) == source
 
 
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+FUNCTIONAL = {"input": "1\n2", "output": "3", "testtype": "functional"}
+
+
 @pytest.mark.parametrize(
-    ("tests", "programs"),
+    ("tests", "columns", "programs"),
     [
-        ("assert f(1) == 2", [{"test": "assert f(1) == 2"}]),
-        (["assert f(1) == 2", "assert f(2) == 3"], [{"test": "assert f(1) == 2"}, {"test": "assert f(2) == 3"}]),
-        ([{"input": "1\n", "output": 2}], [{"stdin": "1\n", "stdout": "2"}]),
+        ("assert f(1) == 2", {}, ["test"]),
+        (["assert f(1) == 2", "assert f(2) == 3"], {}, ["test", "test"]),
+        ("['assert f(1) == 2', 'assert f(2) == 3']", {}, ["test", "test"]),
+        ([{"assert_case": ["assert f(1) == 2"]}, {"assertion": "assert f(2) == 3"}], {}, ["test", "test"]),
+        (CHECK, {"entry_point": "add"}, ["test"]),
+        ([{"input": "1\n", "output": 2}], {}, [{"stdin": "1\n", "stdout": "2"}]),
+        ([{"input": 1, "expected_output": "2"}], {}, [{"stdin": "1", "stdout": "2"}]),
+        ([{**FUNCTIONAL, "testtype": "stdin"}], {"entry_point": "f"}, [{"stdin": "1\n2", "stdout": "3"}]),
         (
-            '{"inputs": ["1", "2"], "outputs": ["2", "3"]}',
+            {"input": ["1", "2"], "output": ["2", "3"]},
+            {},
             [{"stdin": "1", "stdout": "2"}, {"stdin": "2", "stdout": "3"}],
         ),
-        ({"inputs": ["1", "2"], "outputs": ["2"]}, None),
-        ([{"input": [1], "output": 2, "fn_name": "f; exit()"}], None),
-        ([{"in": 1}], None),
-        (7, None),
-        ("[]", None),
+        (
+            '{"inputs": ["1", "2"], "outputs": ["2", "3"]}',
+            {},
+            [{"stdin": "1", "stdout": "2"}, {"stdin": "2", "stdout": "3"}],
+        ),
+        ([FUNCTIONAL], {}, [{"call": "*[1, 2]", "name": None, "wanted": [3]}]),
+        ([FUNCTIONAL], {"metadata": '{"func_name": "add"}'}, [{"call": "*[1, 2]", "name": "add", "wanted": [3]}]),
+        (
+            [{"input": '"a"\n(1, None)', "output": "[true]"}],
+            {"starter_code": "class Solution:\n    def __init__(self): pass\n    def f(self, s):\n"},
+            [{"call": "*['a', (1, None)]", "name": "f", "wanted": [[True]]}],
+        ),
+        (
+            [{"input": {"a": 1}, "output": "3", "type": "function_call"}],
+            {"entry_point": "Solution().f"},
+            [{"call": "**{'a': 1}", "name": "f", "wanted": ["3"]}],
+        ),
+        (
+            {"inputs": "[[1, 2], [3, 4]]", "outputs": "[[3], [7]]"},
+            {"fn_name": "add"},
+            [{"call": f"*{given}", "name": "add", "wanted": [[one], one]} for given, one in (([1, 2], 3), ([3, 4], 7))],
+        ),
+        (
+            {"inputs": [[1], [2]], "outputs": [[1], []], "fn_name": "f"},  # not wrapped: a list is what it returns
+            {},
+            [{"call": "*[1]", "name": "f", "wanted": [[1]]}, {"call": "*[2]", "name": "f", "wanted": [[]]}],
+        ),
+        ({"inputs": ["1", "2"], "outputs": ["2"]}, {}, None),
+        ([{"input": [1], "output": 2, "fn_name": "f; exit()"}], {}, None),
+        ([{"input": "one two", "output": "2", "testtype": "functional"}], {}, None),
+        ([{"input": "1", "output": "{1, 2}", "testtype": "functional"}], {}, None),
+        ([{"input": "1", "output": None}], {}, None),
+        ([{"in": 1}], {}, None),
+        ("The sum of 1 and 2 is 3.", {}, None),
+        (["assert f(1) ==="], {}, None),
+        ([1, [2]], {}, None),
+        (7, {}, None),
+        ("[]", {}, None),
     ],
 )
-def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, programs):
+def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, columns, programs):
     seen = []
 
     async def run(rule, way, given):
-        seen.append(given)
+        seen.extend(given)
         return [True] * len(given)
 
     monkeypatch.setattr(code, "_way", lambda name, rule: (code._Way(as_nobody=False, isolated=True), ""))
     monkeypatch.setattr(code, "_run", run)
     call = code.load_code("code", CodeRule(), lambda problem: problem.columns["tests"])
-    (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], ["a = 1"]))
+    (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests, **columns})], ["a = 1"]))
     if programs is None:
         assert isinstance(value, NoScore)
         assert value.why == "the row's tests have no form that is known"
         assert seen == []
     else:
         assert value == 1.0
-        assert seen == [[{"source": "a = 1", **program} for program in programs]]
-
-
-ADDS = "def add(a, b):\n    return a + b\n"
-METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+        assert all(each.pop("source") == "a = 1" for each in seen)
+        assert ["test" if "test" in each else each for each in seen] == programs
 
 
 @pytest.mark.parametrize(
-    ("program", "wanted", "passes"),
+    ("tests", "why"),
     [
-        (ADDS, 3, True),
-        (ADDS, 4, False),
-        (METHOD, 3, True),
-        (METHOD, 4, False),
-        (ADDS, [3], True),
-        (ADDS, [3, 3], False),
-        ("def add(a, b):\n    return a, b", [1, 2], True),
-        ("def add(a, b):\n    return [a + b]", [3], True),
-        ("def add(a, b):\n    return [a + b]", 3, False),
-        ("def plus(a, b):\n    return a + b", 3, False),
+        ("The sum of 1 and 2 is 3.", "the row's tests have no form that is known"),
+        ("print(add(1, 2))", "the row's tests execute no assertion"),
+        ("import unittest\nclass Case(unittest.TestCase):\n    pass", "the row's tests execute no assertion"),
+        ("import nowhere_to_be_found\nassert add(1, 2) == 3", "not installed here: nowhere_to_be_found"),
     ],
 )
-def test_a_function_is_called_by_its_name_also_as_a_method_of_solution_and_may_be_wanted_in_a_list(
-    program, wanted, passes
-):
-    (test,) = code._tests({"inputs": [[1, 2]], "outputs": [wanted], "fn_name": "add"})
-    space = {}
-    exec(program, space)
-    with nullcontext() if passes else pytest.raises((AssertionError, NameError)):
-        exec(test["test"], space)
+def test_a_rule_whose_tests_can_score_no_row_is_refused_and_one_row_that_they_can_score_is_enough(tests, why):
+    rows = [Problem("q", "q", {"tests": tests}, index) for index in (3, 5)]
+    with pytest.raises(TaskError, match=rf"'code' can score no training row. Of row 3, .*{why}"):
+        check_rule("code", CodeRule(), ["tests"], rows, here=False)
+    check_rule("code", CodeRule(), ["tests"], [*rows, Problem("q", "q", {"tests": CHECK})], here=False)
+
+
+def test_a_test_that_was_not_judged_gives_no_score_unless_another_one_has_failed(monkeypatch):
+    unjudged = NoScore("the row's tests execute no assertion")
+    found = []
+
+    async def run(rule, way, given):
+        return found
+
+    monkeypatch.setattr(code, "_way", lambda name, rule: (code._Way(as_nobody=False, isolated=True), ""))
+    monkeypatch.setattr(code, "_run", run)
+    rows = [Problem("q", "q", {"tests": ["assert f(1)", "assert f(2)"]})]
+    for results, partial, expected in (
+        ([True, unjudged], False, unjudged),
+        ([unjudged, False], False, 0.0),
+        ([unjudged, False], True, unjudged),
+        ([True, False], True, 0.5),
+        ([True], False, 0.0),  # the time was over
+    ):
+        found[:] = results
+        call = code.load_code("code", CodeRule(partial=partial), lambda problem: problem.columns["tests"])
+        assert asyncio.run(call(rows, ["a = 1"])) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "is_same"),
+    [
+        ([1, [2.0, "a"]], [1, [2, "a"]], True),
+        (0.1 + 0.2, 0.3, True),
+        ({"a": [0.1 + 0.2]}, {"a": [0.3]}, True),
+        (0.1 + 0.2 - 0.3, 0.0, True),
+        (2e-20, 1e-20, False),
+        (0.0, 1e-20, False),
+        (0.333333, 1 / 3, False),
+        (1e17, 10**17 + 1, False),
+        (float("nan"), float("nan"), True),
+        (3, 3.0, True),
+        ("3", 3, False),
+        ([3], 3, False),
+        ([1, 2], [1], False),
+        ({"a": 1}, {"b": 1}, False),
+    ],
+)
+def test_results_are_compared_as_python_does_but_for_the_rounding_of_floats(found, wanted, is_same):
+    assert sandbox._is_same(found, wanted) is is_same
 
 
 @pytest.mark.parametrize("require", [False, True])
