@@ -268,9 +268,9 @@ def run_class(case):
         for step in ("setup_class", "setup_method", key):
             hasattr(own, step) and call(getattr(own, step))
 def run_test():
-    names, used = Names(__builtins__), own(task["names"])
-    used = used if names.keys() >= set(used) else own([task["name"]])  # has what is asked for the name of a builtin?
-    names.update({name: space[name] for name in used})
+    names, used = Names(__builtins__), own([task["name"]] if task["name"] else task["names"])
+    if names.keys() >= set(used):  # what is asked for has the name of a builtin
+        names.update({name: space[name] for name in used})
     names.update(leeway_ran=ran, leeway_honest=honest, globals=lambda: {**space, **test})
     test.update(__builtins__=names, __file__="test.py")
     exec(marshal.loads(base64.b64decode(task["test"])), test)

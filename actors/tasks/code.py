@@ -191,10 +191,10 @@ def _test(one: Any, columns: Mapping[str, Any]) -> _Test | NoScore:  # noqa: ANN
     given, kind = own.get("input"), str(own.get("testtype") or own.get("type"))
     given = "" if given is None else given
     is_text = not isinstance(given, list | dict) or all(isinstance(line, str) for line in given)
-    call = None
-    if key and ("std" in kind or (name is None and is_text and "func" not in kind)) and own[key] is not None:
+    is_script, call = "std" in kind or (name is None and is_text and "func" not in kind), None
+    if key and is_script and own[key] is not None:
         return {"stdin": _joined(given), "stdout": _joined(own[key])}
-    if key and (name is None or name.isidentifier()):
+    if key and not is_script and (name is None or name.isidentifier()):
         call = _call(given, own[key], is_wrapped=bool(own.get("is_wrapped")))
     return {**call, "name": name} if call else NoScore(_UNKNOWN, repr(one)[:200])
 

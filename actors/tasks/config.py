@@ -135,8 +135,8 @@ class CodeRule(_NamedReward):
     type: Literal["code"] = "code"
     column: str | None = Field(
         default=None,
-        description="Column with the tests: asserts as text or a list of them, a list of {input, output}, or {inputs, "
-        "outputs}, also as JSON. Unset: tests or test_list. A row without tests is not scored.",
+        description="Column with the tests, in a form that docs/tasks.md lists. Unset: tests or test_list. A row "
+        "without tests is not scored.",
     )
     partial: bool = Field(default=False, description="Reward the share of the tests that pass, instead of all or none.")
     timeout_s: PositiveFloat = Field(

@@ -85,7 +85,7 @@ class Case(unittest.TestCase):
     def test_sum(self):
         self.assertEqual(add(1, self.two), 3)
 """
-NONE = "the row's tests execute no assertion"
+NONE, PYTEST = "the row's tests execute no assertion", "the row's tests need pytest"
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,7 @@ NONE = "the row's tests execute no assertion"
         ("def check(a, b):\n    assert a == b\ncheck(add(1, 2), 3)", {}, None),
         ("def same(a, b):\n    if a != b:\n        raise ValueError\ndef test():\n    same(add(1, 2), 3)", {}, None),
         ("from solution import *\nclass TestAdd:\n    def test_one(self):\n        assert add(1, 2) == 3", {}, None),
-        (
-            "def test_a():\n    assert add(1, 2) == 3\ndef test_b(tmp_path):\n    assert tmp_path",
-            {},
-            "the row's tests need pytest",
-        ),
+        ("def test_b(tmp_path):\n    assert tmp_path\ndef test_a():\n    assert add(1, 2) == 3", {}, PYTEST),
         ("try:\n    add(1, 2, 3)\n    assert False\nexcept TypeError:\n    assert add(1, 2) == 3", {}, None),
         ("for i in range(3):\n    assert add(i, 2) == i + 2", {}, None),
         ("class Pair:\n    sum = add(1, 2)\nassert globals()['add'](1, 2) == Pair.sum == 3", {}, None),
