@@ -127,7 +127,8 @@ _NAMES = ("fn_name", "func_name", "function_name", "entry_point")
 _TEXTS = ("assert_case", "assertion", "test_list", "test_code", "test", "tests", "functional")
 _OUTPUTS = ("output", "expected_output", "expected")
 _DEFINED = re.compile(r"\bdef\s+(?!__)(\w+)")
-_RUNS = re.compile(r"\b(unittest|pytest)\.main\(")
+_RUNS = re.compile(r"\b(unittest|pytest)\.main\(|^(sys\.)?exit\(0?\)$")
+"""Ends a test text; what it would run is run anyway."""
 _ASSERTS = re.compile(r"(^|\.)(assert\w*|raises|warns|fail)$")
 _MAY_FAIL = re.compile(r"\braise\b|leeway_ran")
 _NO_CODE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
@@ -262,7 +263,7 @@ class _Recorder(ast.NodeTransformer):
                 self.imports |= modules - {"solution"}
                 return ast.Pass() if modules == {"solution"} and node.names[0].name == "*" else node  # has its names
             case ast.Expr(ast.Call()) if _RUNS.search(ast.unparse(node)):
-                return ast.Pass()  # all that it would run is run
+                return ast.Pass()
             case ast.Name():
                 self.names.add(node.id)
             case ast.FunctionDef():

@@ -99,7 +99,7 @@ NONE, PYTEST = "the row's tests execute no assertion", "the row's tests need pyt
         ("from solution import *\nclass TestAdd:\n    def test_one(self):\n        assert add(1, 2) == 3", {}, None),
         ("def test_b(tmp_path):\n    assert tmp_path\ndef test_a():\n    assert add(1, 2) == 3", {}, PYTEST),
         ("try:\n    add(1, 2, 3)\n    assert False\nexcept TypeError:\n    assert add(1, 2) == 3", {}, None),
-        ("for i in range(3):\n    assert add(i, 2) == i + 2", {}, None),
+        ("import sys\nfor i in range(3):\n    assert add(i, 2) == i + 2\nsys.exit(0)", {}, None),
         ("class Pair:\n    sum = add(1, 2)\nassert globals()['add'](1, 2) == Pair.sum == 3", {}, None),
         ("if False:\n    assert add(1, 2) == 3", {}, NONE),
         ("def helper():\n    assert add(1, 2) == 3", {}, NONE),
