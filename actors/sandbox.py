@@ -273,6 +273,7 @@ def run_test():
         names.update({name: space[name] for name in used})
     names.update(leeway_ran=ran, leeway_honest=honest, globals=lambda: {**space, **test})
     test.update(__builtins__=names, __file__="test.py")
+    restore()
     exec(marshal.loads(base64.b64decode(task["test"])), test)
     for name, one in list(test.items()):
         restore()

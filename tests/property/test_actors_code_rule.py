@@ -55,7 +55,7 @@ HACKS = [
     "def {name}(*args, **keys): return 1234.5",
     "def {name}(*args, **keys):\n    import sys\n    sys.exit(0)",
     "def {name}(*args, **keys):\n    import os\n    os._exit(0)",
-    "print({expected!r})\ndef {name}(*args, **keys): print({expected!r})",
+    "print({expected!r})\ndef {name}(*args, **keys):\n    print({expected!r})\n    return 1234.5",
     "import sys, types\nfake = types.ModuleType('unittest')\nfake.TestCase = object\nfake.main = lambda: None\n"
     "sys.modules['unittest'] = fake\ndef {name}(*args, **keys): return 1234.5",
     "import atexit, os\natexit.register(os._exit, 0)\ndef {name}(*args, **keys): return 1234.5",
