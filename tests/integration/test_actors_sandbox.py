@@ -154,6 +154,7 @@ def test_a_wrong_program_that_changes_what_judges_it_does_not_pass(source):
         "assert add(1, 2) == 3",
         "assert [add(1, 2)] == [3]",
         check,
+        "import math\nassert math.isclose(add(1, 2), 3)",
         UNITTEST.format(decorator=""),
         functional,
     ):
