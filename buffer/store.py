@@ -23,7 +23,7 @@ from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
 from buffer.rows import SCHEMA_VERSION
 from buffer.tables import Identity
 from buffer.transaction import TABLES, Table, Transaction
-from common.files import FULL, sync, try_lock
+from common.files import FULL, NoLocks, sync, try_lock
 from common.run import RunFacts
 
 log = logging.getLogger(__name__)
@@ -357,6 +357,8 @@ def is_served(folder: Path) -> bool:
         return False
     try:
         return not try_lock(lock, shared=True)
+    except NoLocks:  # nobody can own one there
+        return False
     finally:
         os.close(lock)
 

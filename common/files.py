@@ -17,6 +17,10 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOCK_PAUSE_S = 0.05
 
 
+class NoLocks(OSError):
+    """A file system has no locks; the text says which, and what to do."""
+
+
 def sync(path: Path) -> None:
     """Have a file's content, or a folder's names, on disk before this returns."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -79,6 +83,8 @@ def private_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _whole_file(path: Path, mode: int) -> Iterator[int]:
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
     temporary = temporary_beside(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
@@ -111,7 +117,11 @@ def mapped(path: Path) -> memoryview:
 
 
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
-    """Lock a file or folder until it is closed, or this process ends; False where others hold it for so long."""
+    """Lock a file or folder until it is closed, or this process ends; False where others hold it for so long.
+
+    Raises:
+        NoLocks: its file system has none.
+    """
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -120,6 +130,14 @@ def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_LOCK_PAUSE_S)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
+                raise
+            path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+            raise NoLocks(
+                f"the file system of {Path(path).parent} has no locks ({error.strerror}), which keep two commands from "
+                "writing the same files: use another folder (for runs, --run.dir FOLDER), or mount it with locks"
+            ) from None
         else:
             return True
 

@@ -1,5 +1,5 @@
 """What a process of ours sets at its start: threads for calls that may block for ever, imports without the garbage
-collector, memory that it keeps.
+collector, memory that it keeps. And what it may use: CPUs, memory and processes of its control groups.
 
 Such calls are a user's reward function, or a hung file system. The collector looks at all that is loaded so far over
 and over. glibc gives large blocks that were freed back at once, and each next use of them costs page faults.
@@ -12,14 +12,18 @@ import contextlib
 import ctypes
 import functools
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from itertools import product
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_PROC = Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
 
@@ -86,6 +90,45 @@ class DaemonThreads:
 def threads_of(cpus: float) -> int:
     """That a process computes with which reserves so many CPUs."""
     return max(1, int(cpus))
+
+
+def group_figures(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[Path, list[int]]]:
+    """Yield the numbers in files of each control group of this process, up to the mounted root: all their limits hold.
+
+    `choices` are the names that the files have in each version of the kernel's.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a kernel without them
+        groups = [line.split(":", 2)[1:] for line in (_PROC / "cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (_PROC / "mountinfo").read_text().splitlines() if " - cgroup" in line]
+        for (_, _, _, root, point, *_, kind, _, options), (names, path) in product(mounts, groups):
+            is_version_2 = kind == "cgroup2" and not names
+            if not is_version_2 and not {controller} <= {*names.split(",")} & {*options.split(",")}:
+                continue
+            # a group outside what is mounted, as in a container, shows as the mounted root
+            is_inside = Path(path).is_relative_to(root) and ".." not in path
+            own = Path(point, Path(path).relative_to(root) if is_inside else "")
+            for folder, files in product([each for each in (own, *own.parents) if each.is_relative_to(point)], choices):
+                with contextlib.suppress(OSError, ValueError):  # of the other version, or "max", which is no limit
+                    yield folder, [int(word) for name in files for word in (folder / name).read_text().split()]
+
+
+def usable_cpus() -> int:
+    """Return how many CPUs this process may use: of the machine, its affinity and its control groups."""
+    quotas = group_figures("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    allowed = [-(-quota // period) for _, (quota, period) in quotas if quota > 0]
+    return min(os.cpu_count() or 1, len(os.sched_getaffinity(0)), *allowed)
+
+
+def memory_left() -> int:
+    """Return the bytes that its control groups leave this process; without a limit more than there are."""
+    left = 2**62
+    choices = [("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")]
+    for folder, (limit, taken) in group_figures("memory", *choices):
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # files in the page cache make room
+        cached = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("active_file", "inactive_file"))
+        left = min(left, limit - taken + cached)
+    return max(0, left)
 
 
 @contextlib.contextmanager

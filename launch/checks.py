@@ -21,7 +21,7 @@ from common.staleness import StalenessContract
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_here
-from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, check_folder, has_wandb_login
+from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login
 from launch.model_folder import check_frozen, check_model, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes
@@ -178,7 +178,6 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     Raises:
         ConfigError: one sentence that names the key, the reason and what to try.
     """
-    check_folder()
     if resumed is None:
         if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
             raise ConfigError(already_there(root))

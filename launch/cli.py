@@ -6,11 +6,16 @@ that leaves a verb ends the command with status 2.
 
 from __future__ import annotations
 
+import sys
+
+from launch.errors import ConfigError, ExitStatus, as_config_error, failed, hiding_module, open_streams, refuse
+
+if hidden := hiding_module(names=sys.stdlib_module_names):  # before anything that it may hide is imported
+    sys.exit(refuse(hidden, ExitStatus.WRONG_INPUT))
+
 import argparse
 import json
 import os
-import select
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.process import uncollected
-from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
+from launch.host import check_folder, settle_home
 from launch.looking import Verb, arg, flag, of_run, report, status, top, trace, verb
 
 RAY_ENVIRONMENT = {
@@ -30,6 +35,8 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's own is 15: beside anything else that computes a start takes minutes
     "RAY_worker_niceness": "0",
+    # one for each core, which no role would take: each starts its own
+    "RAY_prestart_worker_first_driver": "0",
 }
 """Read when Ray is imported, so it is set before."""
 SCALE_PATIENCE_S = 30.0
@@ -86,6 +93,7 @@ def train(parsed: argparse.Namespace) -> int:
     with uncollected():  # to check is to import, mostly
         from launch.checks import check
         from launch.config import load_config
+        from launch.plans import read_plan, with_limits
         from launch.run_folder import choose_root, named_run
 
         chosen: list[str] = []
@@ -93,12 +101,10 @@ def train(parsed: argparse.Namespace) -> int:
         if parsed.source is not None:
             chosen.append(f"--buffer.source={json.dumps(str(named_run(parsed.source)))}")
         if parsed.plan is not None:
-            from launch.plans import read_plan
-
             planned, prediction = read_plan(parsed.plan)
             chosen += planned
         config = load_config(parsed.config, [*chosen, *parsed.overrides])
-        plan = replace(check(config, choose_root(config, parsed.config)), prediction=prediction)
+        plan = with_limits(replace(check(config, choose_root(config, parsed.config)), prediction=prediction))
         if parsed.dry_run:
             print(plan.describe())
             return ExitStatus.OK
@@ -119,6 +125,7 @@ def resume(parsed: argparse.Namespace) -> int:
     Nothing that its buffer acknowledged is lost. Keys for which another value is sound can be overridden:
     --learner.num_steps 200.
     """
+    from launch.plans import with_limits
     from launch.resume import resume
     from launch.run_folder import claimed, open_run
 
@@ -135,7 +142,7 @@ def resume(parsed: argparse.Namespace) -> int:
             return ExitStatus.OK
         from launch.train import train
 
-        return train(found.plan, found.history)
+        return train(with_limits(found.plan), found.history)
 
 
 @verb(
@@ -205,17 +212,16 @@ def doctor(parsed: argparse.Namespace) -> int:
     """
     from dataclasses import asdict
 
-    from launch.config import load_config
-    from launch.doctor.checkup import checkup
+    from launch.doctor.checkup import checkup, load
     from launch.doctor.machine import show
     from launch.text import progress_line
 
     if parsed.config is None and parsed.overrides:
         raise ConfigError("overrides are of a config; give it: leeway doctor CONFIG.toml ...")
-    config = None if parsed.config is None else load_config(parsed.config, parsed.overrides)
     with progress_line() as progress:
         progress("looking at this machine; vLLM alone takes ten seconds to load", None)
-        findings = list(checkup(config, parsed.config))
+        config, broken = (None, []) if parsed.config is None else load(parsed.config, parsed.overrides)
+        findings = [*broken, *checkup(config, parsed.config)]
     num_problems = sum(finding.state == "problem" for finding in findings)
     if parsed.json:
         print(json.dumps({"problems": num_problems, "findings": [asdict(each) for each in findings]}, indent=2))
@@ -408,29 +414,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    open_streams()
     status: int = ExitStatus.OK
     try:
-        parsed = parse(arguments)
-        status = int(parsed.run_verb(parsed))
-        sys.stdout.flush()
-    except ConfigError as error:
-        status = refuse(error, ExitStatus.WRONG_INPUT)
+        try:
+            parsed = parse(arguments)
+            settle_home()
+            if parsed.takes_overrides and parsed.verb != "doctor":  # those that read a config start processes
+                check_folder()
+            status = int(parsed.run_verb(parsed))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         status = refuse("interrupted", ExitStatus.INTERRUPTED)
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
+    except Exception as error:
+        status = failed(error, status)
     return status
-
-
-def _reader_is_gone() -> bool:
-    """Has the reader of the standard output closed it, as `head` does? Then what is left to say goes nowhere."""
-    out = select.poll()
-    out.register(sys.stdout, 0)
-    gone = any(events & select.POLLERR for _, events in out.poll(0))
-    if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return gone
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

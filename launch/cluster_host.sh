@@ -28,6 +28,7 @@ ports=("$((port + 12))" "$((port + 13))" "$((port + 14))" "$((port + 15))" "$((p
 worker_ports=${LEEWAY_WORKER_PORTS:-20002-20999}
 
 export RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_raylet_start_wait_time_s=60 RAY_worker_niceness=0
+export RAY_prestart_worker_first_driver=0 # else one idle worker for each core
 export AUTOSCALER_METRIC_PORT=99999 # there is none: else Ray's monitor serves metrics to everybody on every interface
 # How long a host may be silent (docs/cluster.md says why): it is lost after 13 checks in a row not answered in
 # 5 s, 1 s apart; and a host that does not reach the head for 120 s gives up by itself.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from enum import IntEnum
+from importlib.machinery import FrozenImporter, PathFinder
 from types import FrameType
 from typing import Any
 
@@ -42,6 +45,82 @@ def refuse(why: object, status: ExitStatus = ExitStatus.FAILED) -> ExitStatus:
     """Say on the standard error why something cannot be done."""
     print("leeway:", *str(why).splitlines(), file=sys.stderr)  # what a library says may have several lines
     return status
+
+
+_OURS = frozenset({"actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync"})
+_NO_LIBRARIES = frozenset({"benchmarks", "conftest", "docs", "examples", "scripts", "setup", "test", "tests"})
+"""Folders that distributions install by mistake; no library imports them."""
+
+
+def hiding_module(*folders: str, names: Container[str] = ()) -> str:
+    """Return a sentence on a file in these folders or PYTHONPATH that Python imports in place of another; else "".
+
+    `names` are those that matter; without any the modules of Python, of Leeway and of libraries. Imports nothing.
+    """
+    home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    asked = [os.path.abspath(each) for each in (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if each]
+    others = [*(each for each in sys.path if os.path.abspath(each) not in asked), home]
+    for folder in asked:
+        entries = os.listdir(folder) if os.path.isdir(folder) and os.path.realpath(folder) != home else []
+        is_installed = any(each.endswith((".dist-info", ".egg-info")) for each in entries)
+        for name in sorted({each.partition(".")[0] for each in entries} - _NO_LIBRARIES):
+            whose = "Python's own" if name in sys.stdlib_module_names else "Leeway's own" if name in _OURS else ""
+            is_first = name in sys.builtin_module_names or FrozenImporter.find_spec(name) is not None
+            if is_first or not (name in names if names else whose or not is_installed):
+                continue
+            found, hidden = (PathFinder.find_spec(name, path) for path in ([folder], others))
+            if found is not None and found.origin and hidden is not None and hidden.origin:
+                return (
+                    f"{found.origin} would be imported in place of {whose or 'the library'} {name}, {hidden.origin}: "
+                    "rename it, start the command in another folder, or take its folder out of PYTHONPATH"
+                )
+    return ""
+
+
+def open_streams() -> None:
+    """Have standard streams that are closed lead nowhere, and write "?" for what the encoding of the output lacks."""
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(nowhere, True)  # else the next file that is opened would take what is printed
+    os.close(nowhere)
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def failed(error: Exception, status: int) -> int:
+    """Say in a sentence why the command ends, and return its exit status; the given one if its reader has seen enough.
+
+    Raises:
+        Exception: the error, if it is none of a config, a library, or a file.
+    """
+    if isinstance(error, ConfigError):
+        return refuse(error, ExitStatus.WRONG_INPUT)
+    if library := _broken_library(error):
+        why = hiding_module(os.getcwd()) or "run `leeway doctor`, which looks at every library"
+        return refuse(f"{library} cannot be imported: {error}: {why}", ExitStatus.WRONG_INPUT)
+    if not isinstance(error, OSError):
+        raise error
+    try:
+        sys.stdout.write("\n")  # is it the output that cannot be written?
+        sys.stdout.flush()
+    except OSError as lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        is_gone = isinstance(lost, BrokenPipeError)  # as `head` is
+        return status if is_gone else refuse(f"the output cannot be written: {lost.strerror}")
+    return refuse(f"{error.filename}: {error.strerror}" if error.filename else error)
+
+
+def _broken_library(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if trace.tb_frame.f_code.co_name == "<module>" and package not in (*_OURS, "__main__"):
+            return package
+        trace = trace.tb_next
+    where = error.name if isinstance(error, ImportError) else error.filename if isinstance(error, SyntaxError) else ""
+    return "a library" if where is None else where
 
 
 class Stopped(BaseException):

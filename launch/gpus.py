@@ -20,14 +20,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from common.process import usable_cpus
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
+from launch.text import GIB
 
 if TYPE_CHECKING:  # with torch
     from learner.device import MemoryNeed
 
-GIB = 2**30
 USABLE_SHARE = 0.95
 """Of a GPU that workers share, for all of them together: contexts and libraries are in nobody's share."""
 SPIKE_BYTES = int(1.5 * GIB)
@@ -218,7 +219,7 @@ def lacking_here(config: Config) -> str:
     import torch
 
     pools = [*stage_pools(config), *actor_pools(config)]
-    for kind, there in (("GPU", torch.cuda.device_count()), ("CPU", os.cpu_count() or 1)):
+    for kind, there in (("GPU", torch.cuda.device_count()), ("CPU", usable_cpus())):
         asking = [pool for pool in pools if pool.bundle.get(kind)]
         wanted, key = sum(pool.count * pool.bundle[kind] for pool in asking), f"{kind.lower()}s"
         if wanted > there:

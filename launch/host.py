@@ -7,22 +7,27 @@ import logging
 import netrc
 import os
 import re
+import resource
+import secrets
 import shutil
 import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 
-from launch.errors import ConfigError
+from common.process import group_figures
+from launch.errors import ConfigError, hiding_module
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
+_REST_THREADS, _WORKER_THREADS = 240, 65
+"""Of Ray, the services and the command; and of an engine or a stage: as measured with two cores, where 370 ran."""
 CONNECT_S = 3.0
 _QUIET_S = 3600.0
 WANDB_HOST = "https://api.wandb.ai"
@@ -95,21 +100,13 @@ def ourselves(*arguments: str, first: str = "pass") -> list[str]:
 
 
 def check_folder() -> None:
-    """Ray has every worker look for modules first in the folder that the command was started in.
+    """See that no module is hidden: Ray has every worker look first in the folder that the command was started in.
 
     Raises:
-        ConfigError: one there has a name of ours.
+        ConfigError: names the file that hides one, there or in PYTHONPATH.
     """
-    ours, here = Path(__file__).resolve().parents[1], Path.cwd()
-    if here == ours:
-        return
-    for package in ("actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync"):
-        for other in (here / f"{package}.py", here / package / "__init__.py"):
-            if other.exists():
-                raise ConfigError(
-                    f"{other} would be imported by the run's processes in place of Leeway's own {package}, which is in "
-                    f"{ours}: start the command in another folder"
-                )
+    if hidden := hiding_module(os.getcwd()):
+        raise ConfigError(hidden)
 
 
 def sessions_folder() -> Path:
@@ -127,20 +124,84 @@ def make_sessions_folder() -> Path:
         OSError: it cannot be made, or the folder around it is somebody else's or open to others.
     """
     folder = sessions_folder()
-    try:
-        folder.parent.mkdir(mode=0o700)
-    except FileExistsError:
-        found = folder.parent.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(
-                f"{folder.parent} is not a folder of this user alone, and Ray's sockets would lie in it: remove it, or "
-                "set RAY_TMPDIR"
-            ) from None
+    _make_private(folder.parent)
     for session in folder.glob("session_*_*"):  # Ray puts the process that starts it last
         pid = session.name.rpartition("_")[2]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)) and _is_quiet(session):
             shutil.rmtree(session, ignore_errors=True)
     return folder
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OWNER_ONLY:
+            raise PermissionError(
+                f"{folder} is not a folder of this user alone, and Ray's sockets would lie in it: remove it, or set "
+                "RAY_TMPDIR"
+            ) from None
+
+
+def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have libraries write to a folder of this user's own where there is no home folder, or it cannot be written.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    home, spare = os.path.expanduser("~"), sessions_folder().parents[1] / f"leeway-{os.geteuid()}-home"
+    environment.setdefault("HOME", home)
+    if not environment.get("LOGNAME"):  # for the machine may not know this user, as in a container
+        environment.setdefault("USER", f"user-{os.geteuid()}")
+    is_there = os.path.isabs(home) and os.path.isdir(home)
+    parts = [nearest_existing(Path(home, part)) for part in (".cache", ".config", ".ray")]
+    if is_there and all(os.access(part, os.W_OK) for part in parts):
+        return
+    try:
+        _make_private(spare)
+    except OSError as error:
+        raise ConfigError(
+            f"the home folder {home} cannot be written, nor can {spare} ({error.strerror or error}): set HOME to a "
+            "folder that can be written"
+        ) from None
+    if not is_there:
+        environment["HOME"] = str(spare)
+        return
+    if os.path.isdir(models := f"{environment.get('XDG_CACHE_HOME', f'{home}/.cache')}/huggingface"):
+        environment.setdefault("HF_HOME", models)  # they can be read
+    if not os.path.isfile(environment.get("RAY_AUTH_TOKEN_PATH", f"{home}/.ray/auth_token")):
+        environment.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE"):
+        environment.setdefault(name, str(spare))
+
+
+def low_limits(num_workers: int = 2) -> str:
+    """Return which limit a run of so many engines and stages would exceed at its start, and the remedy; else ""."""
+    largest, most = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC))
+    if 0 <= largest < OBJECT_STORE_BYTES:
+        what = f"a file may have {largest:,} bytes (ulimit -f), and Ray's object store has {OBJECT_STORE_BYTES:,}"
+        return f"{what}: ulimit -f unlimited"
+    wanted = _REST_THREADS + num_workers * _WORKER_THREADS
+    groups = group_figures("pids", ("pids.max", "pids.current"))
+    rooms = [(limit - taken, f"the limit of {limit} (pids.max of {folder})") for folder, (limit, taken) in groups]
+    if most >= 0 and os.geteuid() != 0:  # root is not held to it
+        each = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
+        mine = sum(info["num_threads"] or 0 for info in each if info["uids"] and info["uids"].real == os.getuid())
+        rooms.append((most - mine, f"the limit of {most} (ulimit -u)"))
+    room, limit = min(rooms, default=(wanted, ""))
+    if room >= wanted:
+        return ""
+    what = f"{limit} leaves room for {max(0, room)} processes and threads, and a run starts about {wanted}"
+    return f"{what}: raise it, or end other programs of this user"
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or the first of its parents that is there."""
+    found = folder.absolute()
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    return found
 
 
 def _is_quiet(session: Path) -> bool:

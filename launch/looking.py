@@ -89,12 +89,9 @@ def status(parsed: argparse.Namespace) -> int:
     """Say how a run does: one that lives, one that is over, or one whose command is gone."""
     import msgspec
 
-    from launch.observe.status import StatusError, find_run, look
+    from launch.observe.status import find_run, look
 
-    try:
-        seen = look(find_run(parsed.run))
-    except StatusError as error:
-        return refuse(error, ExitStatus.WRONG_INPUT)
+    seen = look(find_run(parsed.run))
     if parsed.json:
         all_of_it = msgspec.to_builtins(seen.status, str_keys=True)
         document = {**all_of_it, "gone": seen.gone, "resuming": seen.resuming}
@@ -167,12 +164,9 @@ def top(parsed: argparse.Namespace) -> int:
     from launch.observe.view import View
 
     console = Console(highlight=False, markup=False)
-    try:
-        folder = find_run(parsed.run)
-        seen = look(folder)
-    except StatusError as error:
-        return refuse(error, ExitStatus.WRONG_INPUT)
-    if parsed.once or not console.is_terminal:
+    folder = find_run(parsed.run)
+    seen = look(folder)
+    if parsed.once or not console.is_terminal or console.is_dumb_terminal:
         console.print(View(seen.status, seen.now_s, gone=seen.gone, note=seen.resuming), end="")
         return ExitStatus.OK
 

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
+from common.process import memory_left, usable_cpus
 from common.staleness import StalenessContract
+from launch.checks import Plan
 from launch.config import Config
 from launch.errors import ConfigError
-from launch.gpus import GIB, gpus_here
+from launch.gpus import gpus_here
+from launch.host import low_limits
 from launch.pools import ActorPool, WorkerPool, actor_pools, scorer_pools, serving_dtypes, stage_pools
 from launch.profiling import settings_of, settings_of_engine, shape_of
-from launch.text import gib
+from launch.text import GIB, gib
 from planning.prediction import Prediction
 from planning.profile import EngineCosts, Profile
 from planning.world import EnginePool, World
@@ -40,6 +42,8 @@ STAGE_BYTES = int(0.5 * GIB)
 """A stage without a model: torch and Transformers loaded."""
 REST_BYTES = int(1.1 * GIB)
 """Ray, the services and the command."""
+_SURE_SHARE = 0.8
+"""Of the memory that is foretold; the demo took more."""
 TRAINED_BYTES = 16
 """Per parameter: float32 weight, gradient and two moments."""
 REFERENCE_BYTES = 4
@@ -94,8 +98,8 @@ class Candidate:
 
 def host_here() -> Host:
     """This machine."""
-    cpus, cores = float(os.cpu_count() or 1), float(len(os.sched_getaffinity(0)))
-    return Host("this machine", frozenset(), cpus, float(len(gpus_here())), is_here=True, cores=cores)
+    cpus = float(usable_cpus())
+    return Host("this machine", frozenset(), cpus, float(len(gpus_here())), is_here=True, cores=cpus)
 
 
 def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
@@ -181,6 +185,21 @@ class MachineNeeds:
         }
         staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
         return cls(Need.of(disk), Need.of(memory), staging_bytes, _queues_bytes(config))
+
+
+def with_limits(plan: Plan) -> Plan:
+    """Return the plan, with the limit of this process that the run would exceed at its start, if any, as `lacking`."""
+    config, left = plan.config, memory_left()
+    if plan.lacking or config.launch.ray_address is not None:
+        return plan
+    workers = [pool.count for pool in (*stage_pools(config), *scorer_pools(config), *actor_pools(config))]
+    lacking, needs = low_limits(sum(workers)), MachineNeeds.of(config)
+    if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
+        lacking = (
+            f"its control group leaves {gib(left)} of memory, and the run takes about {gib(needs.memory.size_bytes)} "
+            f"({needs.memory.parts}): raise the group's limit, or lower actors.num_actors or actors.kv_cache_gib"
+        )
+    return replace(plan, lacking=lacking)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import shutil
 import signal
@@ -33,6 +32,7 @@ from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection, Selection, joined
 from common.costs import Moments
 from common.hf_folder import model_identity
+from common.process import usable_cpus
 from launch.checks import check
 from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
@@ -204,7 +204,7 @@ def machine_here() -> MachineFacts:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     gpus = [gpu.name for gpu in gpus_here()]
-    return MachineFacts(host=socket.gethostname(), processor=processor, cores=len(os.sched_getaffinity(0)), gpus=gpus)
+    return MachineFacts(host=socket.gethostname(), processor=processor, cores=usable_cpus(), gpus=gpus)
 
 
 def shape_of(config: Config) -> LearnerShape:

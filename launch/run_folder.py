@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.files import try_lock, write_durably
+from common.files import NoLocks, try_lock, write_durably
 from launch.errors import ConfigError
+from launch.host import nearest_existing
 
 if TYPE_CHECKING:
     from launch.config import Config
@@ -200,10 +202,11 @@ def owner_of(folder: RunFolder) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        if try_lock(descriptor, shared=True):
-            return None
         said = os.read(descriptor, 32).strip()
-        return int(said) if said.isdigit() else 0
+        pid = int(said) if said.isdigit() else 0
+        with contextlib.suppress(NoLocks):
+            return None if try_lock(descriptor, shared=True) else pid
+        return pid if psutil.pid_exists(pid) else None
     finally:
         os.close(descriptor)
 
@@ -298,14 +301,6 @@ def claimed_weights(folder: Path, run: Path) -> Iterator[None]:
         yield
 
 
-def nearest_existing(folder: Path) -> Path:
-    """The folder, or the first of its parents that is there."""
-    found = folder.absolute()
-    while not found.exists() and found != found.parent:
-        found = found.parent
-    return found
-
-
 def check_writable(folder: Path, key: str) -> None:
     """See that a folder could be made and written, leaving nothing behind; `key` of the config says it.
 
@@ -317,7 +312,10 @@ def check_writable(folder: Path, key: str) -> None:
         found = nearest_existing(folder)
         if not found.is_dir():
             raise ConfigError(f"{key} = '{folder}': {found} is a file; choose a folder")
-        Path(tempfile.mkdtemp(dir=found)).rmdir()
+        with tempfile.NamedTemporaryFile(dir=found) as file:
+            try_lock(file.fileno())
+    except NoLocks as error:
+        raise ConfigError(f"{key} = '{folder}': {error}") from None
     except OSError as error:
         raise ConfigError(
             f"{key} = '{folder}': {found} cannot be written ({error.strerror}); choose another folder, or change its "

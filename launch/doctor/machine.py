@@ -7,37 +7,35 @@ show     the table
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import select
 import shutil
+import signal
 import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from actors.config import ON_GPU_BYTES
-from actors.sandbox import HINT
-from actors.tasks import TaskError
-from actors.tasks.code import check_code
-from actors.tasks.config import CodeRule
-from common.process import DaemonThreads
-from launch.config import Config
-from launch.errors import ConfigError
-from launch.gpus import GIB, MIN_DRIVER, Gpu, gpu_processes, gpus_here, stage_need, too_small, unfit
-from launch.host import OBJECT_STORE_BYTES, role_processes
+from common.process import memory_left, usable_cpus
+from launch.errors import ConfigError, hiding_module
+from launch.host import OBJECT_STORE_BYTES, low_limits, nearest_existing, role_processes
 from launch.observe.status import why_nobody_works
-from launch.plans import MachineNeeds, Need, weights_of_engines
-from launch.pools import actor_pools
-from launch.run_folder import RunFolder, check_writable, nearest_existing
-from launch.text import gib
+from launch.run_folder import RunFolder, check_writable
+from launch.text import GIB, gib
+
+if TYPE_CHECKING:  # with torch and the other libraries, each of which may be broken
+    from launch.config import Config
+    from launch.gpus import Gpu
+    from launch.plans import MachineNeeds, Need
 
 State = Literal["ok", "warning", "problem"]
 LIMIT_S = 28.0
@@ -102,26 +100,55 @@ def problem(name: str, found: str, remedy: str) -> list[Finding]:
 
 def late(name: str, found: str, remedy: str) -> list[Finding]:
     """A check that is not done in time: a problem, but a warning where others kept the cores busy."""
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    load = os.getloadavg()[0] / usable_cpus()
     return (warning if load > BUSY else problem)(name, f"{found}, at {load:.0f} busy processes per core", remedy)
 
 
 def examine(checks: Sequence[tuple[str, Check]], limit_s: float = LIMIT_S) -> Iterator[Finding]:
-    """Run all named checks at once, and yield what they find, in their order.
+    """Run all named checks at once, each in a process of its own, and yield what they find, in their order.
 
-    One that raises is a problem of its name, and so is one that is `late`: not done within `limit_s` of all together.
+    One that raises or crashes is a problem of its name, and so is one that is `late`: not done within `limit_s` of all
+    together.
     """
-    threads = DaemonThreads("doctor", max(1, len(checks)))
     deadline = time.monotonic() + limit_s
-    for name, future in [(name, threads.submit(check)) for name, check in checks]:
-        try:
-            yield from future.result(max(0.0, deadline - time.monotonic()))
-        except FutureTimeout:
+    for name, (pid, answer) in [(name, _fork(name, check)) for name, check in checks]:
+        told = b""
+        while select.select([answer], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if part := os.read(answer, 65536):
+                told += part
+                continue
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            how = f"the check's process ended with status {status}"  # negative: the number of a signal
+            crashed = problem(name, how, "make install repairs a library; else remove .venv first")
+            yield from crashed if status else [Finding(**each) for each in json.loads(told)]
+            break
+        else:
+            os.kill(pid, signal.SIGKILL)  # not awaited: what hangs in the kernel outlives even that
             hangs = "something that it looks at hangs, such as a network file system or a broken GPU driver"
             yield from late(name, f"no answer within {limit_s:g} s", f"{hangs}; or look again when fewer programs run")
-        except Exception as error:  # a check that is at a loss says so, and the others go on
+        os.close(answer)
+
+
+def _fork(name: str, check: Check) -> tuple[int, int]:
+    """Begin a check, and return its process and where it answers."""
+    answer, writing = os.pipe()
+    if pid := os.fork():
+        os.close(writing)
+        return pid, answer
+    status = 1
+    try:
+        for stream in (1, 2):  # a library that dies may say a page
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        try:
+            found = check()
+        except Exception as error:  # a check that is at a loss says so
             text = str(error).splitlines()[0] if str(error) else "no reason given"
-            yield from problem(name, f"could not be looked at: {type(error).__name__}: {text}", "see to that first")
+            found = problem(name, f"could not be looked at: {type(error).__name__}: {text}", "see to that first")
+        with os.fdopen(writing, "w") as out:
+            json.dump([asdict(each) for each in found], out)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def show(findings: Sequence[Finding]) -> None:
@@ -167,7 +194,7 @@ def check_disk(runs: Path, needs: MachineNeeds | None) -> list[Finding]:
 
 def check_memory(needs: MachineNeeds | None) -> list[Finding]:
     """Is there room for the engines and the stages?"""
-    available = min(psutil.virtual_memory().available, _limit_of_container())
+    available = min(psutil.virtual_memory().available, memory_left())
     found = f"{gib(available)} available"
     if needs is not None:
         remedy = "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or spread the run over hosts"
@@ -234,6 +261,18 @@ def check_open_files() -> list[Finding]:
     return ok("open files", "no limit" if soft < 0 else f"{soft} at most")
 
 
+def check_limits() -> list[Finding]:
+    """Return whether the limits on processes and on the size of a file leave room for a run."""
+    low = low_limits()
+    return problem("limits", *low.rsplit(": ", 1)) if low else ok("limits", "of processes and files leave room")
+
+
+def check_modules() -> list[Finding]:
+    """Return a problem if a file of the user's hides a library."""
+    hidden = hiding_module(os.getcwd())
+    return problem("modules", *hidden.rsplit(": ", 1)) if hidden else []
+
+
 def file_system_of(folder: Path) -> str:
     """The kind of file system that a folder lies on, as the kernel names it."""
     path = folder.resolve()
@@ -255,20 +294,13 @@ def sync_s(folder: Path) -> float:
     return statistics.median(took)
 
 
-def _limit_of_container() -> int:
-    """Bytes that a container may use; without a limit, more than there are."""
-    limit = 2**62
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            limit = min(limit, int(Path(path).read_text()))
-    return limit
-
-
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
 def check_gpus(config: Config | None) -> list[Finding]:
     """Is the driver new enough, do the GPUs suit the run and hold it, and who is on them already?"""
+    from launch.gpus import gpus_here
+
     gpus = gpus_here()
     if not gpus:
         return []  # what torch sees is told with the import of vLLM
@@ -276,6 +308,8 @@ def check_gpus(config: Config | None) -> list[Finding]:
 
 
 def _check_driver(version: str) -> list[Finding]:
+    from launch.gpus import MIN_DRIVER
+
     if version.split(".")[0].isdigit() and int(version.split(".")[0]) < MIN_DRIVER:
         what = f"{version}, and the CUDA 13 wheels of torch and vLLM need {MIN_DRIVER} or newer: torch would see no GPU"
         return problem("driver", what, "install a newer NVIDIA driver on the host; containers have the host's")
@@ -284,7 +318,10 @@ def _check_driver(version: str) -> list[Finding]:
 
 def _check_neighbours(gpus: Sequence[Gpu]) -> list[Finding]:
     """Processes that compute there already; but for those of this very look, which imports vLLM meanwhile."""
-    mine = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    from launch.gpus import gpu_processes
+
+    doctor = psutil.Process().parent() or psutil.Process()  # which has a process for each check
+    mine = {os.getpid(), doctor.pid, *(child.pid for child in doctor.children(recursive=True))}
     found = []
     there = [each for each in gpu_processes() if each.pid not in mine]
     for gpu in gpus:
@@ -299,6 +336,11 @@ def _check_neighbours(gpus: Sequence[Gpu]) -> list[Finding]:
 def _check_room(config: Config | None, gpus: Sequence[Gpu]) -> list[Finding]:
     if config is None or config.launch.ray_address is not None:
         return ok("GPU memory", ", ".join(map(str, gpus)))
+    from actors.config import ON_GPU_BYTES
+    from launch.gpus import stage_need, too_small, unfit
+    from launch.plans import weights_of_engines
+    from launch.pools import actor_pools
+
     if why := unfit(config, gpus):
         return problem("GPU memory", why, "change the config, or the GPU")
     found = []
@@ -332,6 +374,11 @@ def check_programs(config: Config | None) -> list[Finding]:
     found: list[Finding] = []
     if config is None:
         return found
+    from actors.sandbox import HINT
+    from actors.tasks import TaskError
+    from actors.tasks.code import check_code
+    from actors.tasks.config import CodeRule
+
     for name in config.task.rewards:
         rule = config.task.named_rewards.get(name)
         if isinstance(rule, CodeRule):

@@ -84,10 +84,11 @@ class Display:
         self._folder = folder
         self._clock = clock
         wish = config.tracking.display
-        self._is_live = wish == "live" or (wish == "auto" and sys.stdout.isatty())
         self._is_off = wish == "off"
         self._stdout = LossyStream(sys.stdout)
         self._console = Console(file=cast(TextIO, self._stdout), highlight=False, markup=False)
+        is_screen = sys.stdout.isatty() and not self._console.is_dumb_terminal
+        self._is_live = wish == "live" or (wish == "auto" and is_screen)
         self._live: Live | None = None
         self._last_line_s = clock()
         self._last_step = 0

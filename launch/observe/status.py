@@ -44,7 +44,7 @@ POLICY = "waiting for policy"
 """How an actor begins to say so; see `actors.loop`."""
 
 
-class StatusError(ValueError):
+class StatusError(ConfigError):
     """There is none, or it cannot be read; the text says why and what to try."""
 
 

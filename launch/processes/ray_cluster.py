@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import psutil
 import ray
 
+from common.process import usable_cpus
 from launch.config import Config
 from launch.errors import END_SIGNALS
 from launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
@@ -72,7 +73,7 @@ def _of_this_machine(config: Config) -> dict[str, Any]:
     return {
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
-        "num_cpus": os.cpu_count(),
+        "num_cpus": usable_cpus(),
         "resources": dict.fromkeys(resources_of(config), 1.0),
         "_temp_dir": str(make_sessions_folder()),
     }

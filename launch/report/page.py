@@ -70,7 +70,7 @@ def write(runs: Sequence[RunData], path: Path) -> int:
     Raises:
         OSError: it cannot be written.
     """
-    data = render(runs).encode()
+    data = render(runs).encode(errors="replace")  # a name of a folder may be no text
     with private_file(path) as file:
         file.write(data)
     return len(data)

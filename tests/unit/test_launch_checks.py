@@ -227,6 +227,7 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setenv("WANDB_API_KEY", 40 * "k")
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
     assert "in order" in capsys.readouterr().out
@@ -317,7 +318,8 @@ def test_a_folder_whose_modules_would_take_the_place_of_ours_is_refused(capsys, 
     (tmp_path / name).touch()
     status, error = run(capsys, DEMO)
     assert (status, f"{tmp_path / name} would be imported" in error) == (WRONG_INPUT, True), error
-    assert f"in {ROOT}: start the command in another folder" in error
+    ours = ROOT / name.removesuffix(".py").partition("/")[0] / "__init__.py"
+    assert f"{ours}: rename it, start the command in another folder" in error
 
 
 def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):

@@ -117,13 +117,50 @@ def test_the_torchvision_trap_is_explained():
     assert found.remedy.endswith("pip uninstall -y torchvision torchaudio torchcodec")
 
 
-def test_an_import_that_hangs_or_crashes_is_a_problem(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
-    python.chmod(0o700)
-    assert "not done within 0.2 s" in only(checks.check_import(str(python), limit_s=0.2)).found
-    python.write_text("#!/bin/sh\necho 'Illegal instruction' >&2\nexit 132\n")
-    assert "ended with status 132: Illegal instruction" in only(checks.check_import(str(python))).found
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ImportError('libsomething.so.7: cannot open shared object file')", "libsomething.so.7"),
+        ("raise OSError('no such device')", "OSError: no such device"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with status -9"),
+        ("import sys; sys.exit(3)", "ended with status 1"),
+    ],
+)
+def test_a_library_that_raises_or_dies_when_it_is_imported_is_a_problem_of_its_name(tmp_path, monkeypatch, code, said):
+    (tmp_path / "broken_one.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    whole = [
+        ("import broken_one", lambda: checks.check_library("broken_one")),
+        ("import zmq", lambda: ok("zmq", "fine")),
+    ]
+    broken, fine = examine(whole)
+    assert (broken.name, broken.state, fine.state) == ("import broken_one", "problem", "ok")
+    assert said in broken.found
+    assert broken.remedy
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["torch", "lmdb", "pyarrow", "zmq"])
+def test_the_doctor_outlives_a_broken_library_with_and_without_a_config(tmp_path, name):
+    import subprocess
+
+    (tmp_path / f"{name}.py").write_text("raise OSError('the library is cut off')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    code = (
+        "import sys; from launch.doctor import checkup; from launch.cli import main; "
+        "checkup.check_import = lambda: []; checkup.LIBRARIES = (sys.argv[1],); sys.exit(main(sys.argv[2:]))"
+    )
+    for arguments in (["doctor", "--json"], ["doctor", str(DEMO), "--json"]):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, name, *arguments],
+            capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert done.returncode == ExitStatus.FAILED, done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+        assert "the library is cut off" in found[f"import {name}"]["found"]
+        assert f"{name}.py would be imported in place of the library {name}" in found["modules"]["found"]
+        assert found["fsync"]["state"] != "problem"
 
 
 def test_gpus_and_the_build_of_the_engine_are_compared(tmp_path):
@@ -160,7 +197,7 @@ def test_a_library_that_is_missing_or_too_old_is_told_and_a_builds_suffix_is_no_
 
 def test_a_libzmq_without_locks_is_a_problem(monkeypatch):
     assert only(checks.check_versions()).state == "ok"
-    monkeypatch.setattr(checks.zmq, "has", lambda what: False)
+    monkeypatch.setattr("zmq.has", lambda what: False)
     assert "without CURVE" in only(checks.check_versions()).found
 
 
@@ -211,6 +248,38 @@ def test_a_low_limit_of_open_files_is_a_warning(monkeypatch):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (1024, 4096))
     found = only(machine.check_open_files())
     assert (found.state, found.remedy) == ("warning", "ulimit -n 65536")
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "said"),
+    [("RLIMIT_NPROC", 300, "the limit of 300 (ulimit -u) leaves room for"), ("RLIMIT_FSIZE", 2**20, "(ulimit -f)")],
+)
+def test_a_low_limit_of_processes_or_of_the_size_of_a_file_is_a_problem(monkeypatch, kind, limit, said):
+    known = {getattr(machine.resource, kind): (limit, limit)}
+    monkeypatch.setattr("resource.getrlimit", lambda each: known.get(each, (-1, -1)))
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    found = only(machine.check_limits())
+    assert (found.name, found.state, said in found.found) == ("limits", "problem", True)
+    plan = SimpleNamespace(lacking="", config=load_config(DEMO))
+    monkeypatch.setattr(plans, "replace", lambda plan, lacking: lacking)
+    assert said in plans.with_limits(plan)
+    known.clear()
+    assert only(machine.check_limits()).state == "ok"
+    assert plans.with_limits(plan) == ""
+
+
+def test_a_control_group_that_is_too_small_for_the_run_is_why_it_does_not_start(monkeypatch):
+    monkeypatch.setattr(plans, "replace", lambda plan, lacking: lacking)
+    monkeypatch.setattr(plans, "low_limits", lambda _: "")
+    here = SimpleNamespace(lacking="", config=load_config(DEMO))
+    for left, said in ((2**31, "leaves 2.0 GiB of memory, and the run takes about"), (2**62, "")):
+        monkeypatch.setattr(plans, "memory_left", lambda left=left: left)
+        assert said in plans.with_limits(here)
+        assert bool(plans.with_limits(here)) == bool(said)
+    cluster = SimpleNamespace(lacking="", config=load_config(DEMO, ["--launch.ray_address", "10.0.0.1:6379"]))
+    assert plans.with_limits(cluster) is cluster
+    monkeypatch.setattr(machine, "memory_left", lambda: 3 * 2**30)
+    assert only(machine.check_memory(None)).found == "3.0 GiB available"
 
 
 def test_what_the_demo_needs_is_of_the_right_order():
@@ -281,8 +350,8 @@ def gpus(monkeypatch):
     """`gpus(*cards, processes=())`: what the driver says is there."""
 
     def there(*cards: Gpu, processes: tuple = ()) -> None:
-        monkeypatch.setattr(machine, "gpus_here", lambda: list(cards))
-        monkeypatch.setattr(machine, "gpu_processes", lambda: list(processes))
+        monkeypatch.setattr("launch.gpus.gpus_here", lambda: list(cards))
+        monkeypatch.setattr("launch.gpus.gpu_processes", lambda: list(processes))
 
     return there
 
@@ -361,7 +430,7 @@ def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkey
 
 
 def test_the_memory_of_a_cluster_is_not_held_against_that_of_this_machine(quick, monkeypatch):
-    monkeypatch.setattr(machine.MachineNeeds, "of", lambda _: MachineNeeds(Need(1, ""), Need(2**60, ""), 0, 2**60))
+    monkeypatch.setattr(MachineNeeds, "of", lambda _: MachineNeeds(Need(1, ""), Need(2**60, ""), 0, 2**60))
     on_cluster = ["--launch.ray_address", "10.0.0.1:6379", "--actors.num_actors", "64"]
     monkeypatch.setattr(checks, "answers", lambda _: True)
     for overrides, expected in ((on_cluster, set()), ([], {"memory", "/dev/shm"})):
@@ -371,13 +440,12 @@ def test_the_memory_of_a_cluster_is_not_held_against_that_of_this_machine(quick,
 
 
 def test_the_cuda_build_has_longer_to_load(monkeypatch):
-    assert checks._import_limit_s() == checks.IMPORT_LIMIT_S
-    monkeypatch.setattr(checks, "_version", {"vllm": "0.32.0"}.get)
-    assert checks._import_limit_s() == checks.CUDA_IMPORT_LIMIT_S
     limits = []
     monkeypatch.setattr(checks, "examine", lambda _, limit_s: limits.append(limit_s))
     checks.checkup(None, None)
-    assert limits[0] > checks.CUDA_IMPORT_LIMIT_S
+    monkeypatch.setattr(checks, "_version", {"vllm": "0.32.0"}.get)
+    checks.checkup(None, None)
+    assert limits == [machine.LIMIT_S, checks.CUDA_IMPORT_LIMIT_S]
 
 
 # --- services -------------------------------------------------------------------------------------
@@ -457,7 +525,7 @@ def test_where_a_reward_runs_programs_it_says_whether_the_kernel_isolates_them(m
             raise refused
         return refused
 
-    monkeypatch.setattr(machine, "check_code", check_code)
+    monkeypatch.setattr("actors.tasks.code.check_code", check_code)
     rules = ('--task.rewards=["exact", "right"]', "--task.reward_rules.right.type", "code")
     finding = only(machine.check_programs(load_config(DEMO, rules)))
     assert (finding.name, finding.state) == ("programs", state)
@@ -504,6 +572,6 @@ def test_a_run_whose_command_writes_on_another_host_is_not_over(tmp_path, host, 
 def test_the_doctor_needs_neither_torch_nor_vllm_nor_ray_in_its_own_process():
     import subprocess
 
-    code = "import sys, launch.doctor.checkup; print({'vllm', 'ray'} & sys.modules.keys())"
+    code = "import sys, launch.doctor.checkup; print({'torch', 'vllm', 'ray', 'lmdb', 'zmq'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"

@@ -437,6 +437,7 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr(launch.train, "fetch_model", started)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
 
 
 @pytest.mark.parametrize(

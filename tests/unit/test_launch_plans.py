@@ -173,6 +173,7 @@ def test_what_train_refuses_is_no_plan_and_a_config_that_it_refuses_has_none():
 @pytest.mark.parametrize("score", [(), ("--pools.score.role", "scorer", "--pools.score.cpus", "1.5")])
 def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypatch, score):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     told = ["--learner.cpus", "1.5", "--learner.num_stages", "1", "--actors.num_actors", "1", *score]
     candidates = made(*told, hosts=[Host("here", frozenset(), 4.0, 0.0, is_here=True)]).find(say)
     assert candidates
@@ -201,9 +202,10 @@ def test_every_worker_has_all_that_it_reserves_on_one_host_and_parts_of_a_gpu_on
 def test_what_is_reserved_is_counted_as_train_does_and_cores_are_shared_as_far_as_there_are_any(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    assert plans.host_here()[:5] == ("this machine", frozenset(), 8.0, plans.host_here().gpus, True)
+    here = plans.host_here()
+    assert here == Host("this machine", frozenset(), 2.0, here.gpus, is_here=True, cores=2.0)
     told = ["--actors.cpus", "2.5", "--learner.num_stages", "1", "--weight_sync.max_lag", "0"]
-    found = possible(made(*told, hosts=[plans.host_here()]))
+    found = possible(made(*told, hosts=[here._replace(cpus=8.0)]))
     assert {each["actors.num_actors"] for each in found} == {1, 2}, "two engines of two threads and a stage, as it says"
 
 
