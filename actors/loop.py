@@ -33,7 +33,7 @@ from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
 from buffer.schema import HANDED_ON, Prefix, Trajectory
 from buffer.sharding.client import ShardedClient, open_client
-from common.process import DaemonThreads
+from common.process import DaemonThreads, wall_time
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
@@ -406,7 +406,7 @@ class ActorLoop:
             del held.completed[index]
             held.pushing.add(index)
             self._account(await self._push(trajectory), held.lease, index)
-            self._maker.counts.settled_s += time.time() - trajectory.finished_s
+            self._maker.counts.settled_s += wall_time() - trajectory.finished_s
         except SampleFailed as failure:
             await settled(self._client.give_up(held.lease, [index], str(failure)))
         held.open.discard(index)

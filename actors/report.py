@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from actors.engine_output import EngineReport
 from actors.rewards import FailingReward
+from common.process import wall_time
 
 _MAX_INTERVALS = 4096
 """If nobody takes them, the oldest are forgotten beyond this number."""
@@ -98,7 +98,7 @@ class Counts:
 class BusyClock:
     """Merged intervals during which at least one request was running, and how many there were."""
 
-    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, wall: Callable[[], float] = wall_time) -> None:
         """Start idle."""
         self.num_running = 0
         self._wall = wall

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +25,7 @@ from actors.weights import ActorError, WeightFollower
 from buffer.ledger import GENERATION_FAILED
 from buffer.protocol import Lease
 from buffer.schema import HANDED_ON, Prefix, Trajectory
+from common.process import wall_time
 from common.staleness import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class SampleMaker:
         """
         if prefix is not None and (why := self._engine.ended(prefix)) is not None:
             whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, why)
-            return Completed(whole, prefix.started_s, time.time())
+            return Completed(whole, prefix.started_s, wall_time())
         key, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
         generation: Generation | None = None
         await self.slots.take(key, sample)
@@ -170,7 +170,7 @@ class SampleMaker:
             await self._follower.admit(lease.min_version)
             _, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
             self.slots.begin(key, sample)
-            started_s = time.time() if prefix is None else prefix.started_s
+            started_s = wall_time() if prefix is None else prefix.started_s
             self._started_s[key] = started_s
             self.busy.enter()
             try:
@@ -187,7 +187,7 @@ class SampleMaker:
         del self._started_s[key]
         self.counts.num_samples += generation.finish_reason != HANDED_ON
         self.counts.num_tokens += len(generation.token_ids) - sample.there
-        return Completed(generation, started_s, time.time())
+        return Completed(generation, started_s, wall_time())
 
     def _to_run(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: int
@@ -222,7 +222,7 @@ class SampleMaker:
         """What there is of a sample that is in the engine, or was when that died; None where there is nothing."""
         key = lease.lease_id, sample_index
         generation = self._engine.so_far(key)
-        return None if generation is None else Completed(generation, self._started_s[key], time.time())
+        return None if generation is None else Completed(generation, self._started_s[key], wall_time())
 
     async def score(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
         """What is trained on: the sample with its reward.

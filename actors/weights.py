@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from actors.engine import Engine, UpdateRefused, UpdateTiming
 from actors.report import WeightUpdate
-from common.process import DaemonThreads
+from common.process import DaemonThreads, wall_time
 from common.staleness import PolicyVersion, StalenessContract
 from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed, WeightsError
@@ -223,7 +223,7 @@ class WeightFollower:
             self._keep_old(version, error)
             return
         self._refusal = None
-        end_s = time.time()
+        end_s = wall_time()
         served = (version.incarnation, version.version)
         self._updates.append(WeightUpdate(end_s - timing.pause_s, end_s, timing.load_s, served))
 

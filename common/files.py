@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import BinaryIO
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a disk, or of a quota, that has no room."""
 _LOCK_PAUSE_S = 0.05
+
+leftovers: dict[Path, str] = {}  # what this process could not remove, with a sentence for each
 
 
 class NoLocks(OSError):
@@ -102,6 +106,19 @@ def _write_all(descriptor: int, buffer: bytes | memoryview) -> None:
     rest = memoryview(buffer).cast("B")
     while len(rest):
         rest = rest[os.write(descriptor, rest) :]
+
+
+def discard(path: Path) -> None:
+    """Remove a file, or a folder as far as can be; log once for each path that something stays."""
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if path not in leftovers:
+            leftovers[path] = f"{path} cannot be removed and takes space ({error}): remove it by hand"
+            logging.getLogger(__name__).warning("%s", leftovers[path])
 
 
 def mapped(path: Path) -> memoryview:

@@ -14,6 +14,7 @@ import functools
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import product
@@ -26,6 +27,15 @@ R = TypeVar("R")
 _PROC = Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
+
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first counts while a laptop sleeps
+_EPOCH_S = float(os.environ.setdefault("LEEWAY_EPOCH_S", repr(time.time() - time.clock_gettime(_CLOCK))))
+
+
+def wall_time() -> float:
+    """Return seconds since the Unix epoch by a steady clock, which the processes that this one starts share."""
+    return _EPOCH_S + time.clock_gettime(_CLOCK)
 
 
 class ThreadsExhausted(RuntimeError):

@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-from common.files import replace_durably, sync, try_lock
+from common.files import discard, replace_durably, sync, try_lock
 from common.hf_folder import (
     CONFIG_NAME,
     HEAD,
@@ -101,7 +101,7 @@ def _copy_in(copies: Path, model: _TiedModel, *, may_copy: bool = False) -> Path
         if not try_lock(lock, limit_s=MAKING_LIMIT_S):
             raise TimeoutError(f"another process has held {lock.name} for {MAKING_LIMIT_S:g} s")
         for killed in copies.glob(".*.unfinished"):
-            shutil.rmtree(killed)
+            discard(killed)
         if not model.is_copied_in(copy):
             model.copy_to(copy, may_copy)
     return copy

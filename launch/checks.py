@@ -230,13 +230,16 @@ def _keys(config: Config) -> RunKeys | None:
     """New keys for a run; None where its sockets are not locked.
 
     Raises:
-        ConfigError: the knob would leave a socket open to other machines.
+        ConfigError: the knob would leave a socket open to other machines, or a host is no address of this one.
     """
     wanted, is_cluster = config.launch.encryption, config.launch.ray_address is not None
     sections: dict[str, BufferConfig | WeightSyncConfig] = {"buffer": config.buffer}
     if config.weight_sync.transport != "folder":
         sections["weight_sync"] = config.weight_sync
     hosts = {f"{name}.host": section.host for name, section in sections.items()}
+    for key, host in hosts.items():
+        if host is not None and (why := cannot_bind(host, 0)):
+            raise ConfigError(f"{key} = '{host}' cannot be bound ({why}): set it to an address of this machine")
     has_port = is_cluster or any(section.host is not None or section.port for section in sections.values())
     reached = [key for key, host in hosts.items() if (is_cluster if host is None else not is_loopback(host))]
     if wanted == "off" and reached:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from common.process import group_figures
+from common.rpc.auth import address_of
 from launch.errors import ConfigError, hiding_module
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -215,7 +216,7 @@ def answers(address: str, limit_s: float = CONNECT_S) -> bool:
     """Does somebody listen at HOST:PORT who takes a connection in this time?"""
     host, _, port = address.rpartition(":")
     try:
-        with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)):
+        with contextlib.closing(socket.create_connection((address_of(host, limit_s), int(port)), timeout=limit_s)):
             return True
     except (OSError, ValueError, OverflowError):
         return False
@@ -224,12 +225,12 @@ def answers(address: str, limit_s: float = CONNECT_S) -> bool:
 def cannot_bind(host: str, port: int) -> str:
     """Why nothing can listen there now; "" where it can."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.closing(socket.socket(family, kind, proto)) as probe:
+        address = address_of(host)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return error.strerror or str(error)
+            probe.bind((address, port))
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error) or "its name is not looked up in time"
     return ""
 
 

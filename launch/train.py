@@ -58,8 +58,8 @@ POLL_S = 0.5
 EVALUATION_POLL_S = 0.1
 REPORT_S = 60.0
 """A page that takes longer is given up."""
-_NOT_WRITTEN = FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
-"""What a disk says that is full, broken, or not ours to write."""
+_NOT_WRITTEN = FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
+"""What a disk says that is full, broken, or not ours to write, and a limit on the size of files (`ulimit -f`)."""
 
 
 def train(plan: Plan, earlier: History | None = None) -> ExitStatus:

@@ -16,23 +16,27 @@ Tensors are saved under names of the whole model, so a run may restart with othe
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import re
 import shutil
-from collections.abc import Callable, Container, Mapping
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from common.files import replace_durably, sync, write_durably
+from common.files import discard, replace_durably, sync, write_durably
 from common.process import DaemonThreads
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
 from learner.device import host_room
@@ -41,7 +45,7 @@ from learner.networks import Network, Networks
 
 logger = logging.getLogger(__name__)
 
-_LEFT_BEHIND = re.compile(r"\.step-\d{8}\.(tmp|old)|\.probe-\d+")
+_LEFT_BEHIND = re.compile(r"\.step-\d{8}\.(tmp|(\d+\.)?old)|\.probe-\d+")
 _INDEX = ".metadata"
 """Which tensor is in which file, written by rank 0."""
 
@@ -141,7 +145,7 @@ class Checkpoints:
                 f"rank {self._place.rank}: the checkpoint {self._path(step)} was not finished, because "
                 f"another rank {'died' if lost else 'did not answer'}: {first_line(failed)}"
             ) from failed
-        if self._place.is_coordinator and (oldest := self.steps()[0]) != self._oldest:
+        if self._place.is_coordinator and (oldest := self.steps()[-self._keep :][0]) != self._oldest:
             self._oldest = self._released = oldest
 
     def close(self) -> None:
@@ -153,20 +157,22 @@ class Checkpoints:
         final, temporary = self._path(progress.step), self._temporary(progress.step)
         # ours lie on the host: where there is a GPU, the loader that copies ahead waits for its stream at each of them
         writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+        writer.fs = _Disk()
         own_file = temporary / _file_of(self._place.rank)
         ranks = self._ranks
         try:
-            ranks.together(lambda: self._if_coordinator(lambda: _make_empty(temporary)), f"make {temporary}")
+            ranks.together(lambda: self._if_coordinator(lambda: discard(temporary)), f"empty {temporary}")
             ranks.together(
                 lambda: save(tensors, storage_writer=writer, process_group=ranks.group), f"write the checkpoint {final}"
             )
             own = ranks.together(lambda: Seal.of(own_file), f"read {own_file} back")
             told = ranks.say(f"{own.size_bytes} {own.xxh3}")
             ranks.together(lambda: self._if_coordinator(lambda: self._complete(progress, told)), f"complete {final}")
-        except Disagreement:
+        except Disagreement as error:
+            free, needed = shutil.disk_usage(self._folder).free, sum(tensor.nbytes for tensor in tensors.values())
             if self._place.is_coordinator:
-                shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
-            raise
+                discard(temporary)  # it may be what filled the disk
+            raise Disagreement(f"{error}; {free >> 20} MiB were left, and each rank writes {needed >> 20}") from error
 
     def _complete(self, progress: TrainingProgress, told: list[str]) -> None:
         """Give a checkpoint its name, then remove those that are too many; `told`: each rank's seal of its file."""
@@ -183,14 +189,16 @@ class Checkpoints:
         for old in self.steps()[: -self._keep]:
             if old < step:
                 self._remove(old)
+        for left in self._folder.glob(".step-*.old"):
+            discard(left)
 
     def _remove(self, step: int) -> None:
         """First the name, so that a crash leaves no half of a checkpoint under it."""
-        old = self._folder / f".step-{step:08d}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        self._path(step).rename(old)
+        path = self._path(step)
+        with suppress(OSError):  # as of an immutable folder
+            path = path.rename(self._folder / f".step-{step:08d}.{time.monotonic_ns()}.old")
         sync(self._folder)
-        shutil.rmtree(old)
+        discard(path)
 
     # --- read -----------------------------------------------------------------------------------------
 
@@ -273,7 +281,7 @@ class Checkpoints:
         """Rename them, so that they do not count among those that are kept."""
         for step in damaged:
             aside = self._folder / f"damaged-{self._path(step).name}"
-            shutil.rmtree(aside, ignore_errors=True)
+            discard(aside)
             self._path(step).rename(aside)
             logger.warning("the damaged checkpoint of step %d is now %s", step, aside)
 
@@ -293,7 +301,7 @@ class Checkpoints:
         for path in self._folder.iterdir():
             if _LEFT_BEHIND.fullmatch(path.name):
                 logger.warning("removing %s, which a crash left behind", path)
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                discard(path)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -302,10 +310,16 @@ class Checkpoints:
         return self._folder / f".step-{step:08d}.tmp"
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
+class _Disk(FileSystem):
+    """Raises the error of the disk: torch's writer of archives fails once more because of it, and raises that alone."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except RuntimeError as error:
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def _file_of(rank: int) -> str:

@@ -28,6 +28,7 @@ from buffer.client import Draw
 from buffer.errors import BufferError
 from buffer.schema import read_stream
 from common.hf_folder import complete_folder, model_identity
+from common.process import wall_time
 from common.run import RunContext
 from common.staleness import PolicyVersion, StaleTokens
 from common.user_input import UserFileError
@@ -243,7 +244,7 @@ class Stage:
     def _run(self) -> None:
         while self._progress.step < self._config.num_steps:
             step = self._progress.step + 1
-            asked_s = time.time()
+            asked_s = wall_time()
             draw = self._next_batch(step)
             if draw is None:
                 break
@@ -291,7 +292,7 @@ class Stage:
             self._publish(self._progress.version)
 
     def _take_step(self, step: int, draw: Draw | bytes, asked_s: float) -> None:
-        started_s = time.time()
+        started_s = wall_time()
         batch, record_ids = self._batch(draw)
         newest = self._coordinator.newest_published if self._coordinator is not None else None
         try:
@@ -303,7 +304,7 @@ class Stage:
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         self._progress = structs.replace(self._progress, step=step, version=result.version)
         ahead_s = self._coordinator.scored_ahead_s if self._coordinator is not None else 0.0
-        times = StepTimes(asked_s, started_s, time.time(), ahead_s)
+        times = StepTimes(asked_s, started_s, wall_time(), ahead_s)
         if self._coordinator is not None and isinstance(draw, Draw):
             if result.new_scores and record_ids is not None:
                 self._coordinator.write_scores(

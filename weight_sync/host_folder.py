@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import stat
 import tempfile
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import try_lock
+from common.files import discard, try_lock
 from weight_sync.manifest import TransferFailed
 
 log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ def _remove_if_alone(path: Path, users: BinaryIO) -> None:
     # first the name: who joins from here on makes a folder of its own, of which nothing is removed
     dead = path.with_name(f".{path.name}.{os.getpid()}{_DEAD}")
     path.rename(dead)
-    shutil.rmtree(dead, ignore_errors=True)
+    discard(dead)
 
 
 def _sweep(mine: Path, kin: re.Pattern[str]) -> None:
@@ -134,7 +133,7 @@ def _sweep(mine: Path, kin: re.Pattern[str]) -> None:
         except OSError as error:
             log.debug("%s stays: %s", path, error)
     for dead in mine.parent.glob(f".leeway-{os.geteuid()}-*{_DEAD}"):
-        shutil.rmtree(dead, ignore_errors=True)
+        discard(dead)
 
 
 def _size_of(folder: Path) -> int:

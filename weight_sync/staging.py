@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import FULL, write_whole
+from common.files import FULL, discard, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.delta import rebuild_file
@@ -282,7 +282,7 @@ class HostStaging(HostFolder):
                 if (path / MANIFEST_NAME).exists():
                     remove_unless_read(path)
                 else:
-                    shutil.rmtree(path, ignore_errors=True)
+                    discard(path)
                 if not path.exists():
                     (self._locks / path.name).unlink(missing_ok=True)
 

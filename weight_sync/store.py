@@ -21,13 +21,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from common.files import temporary_beside, try_lock, write_whole
+from common.files import discard, temporary_beside, try_lock, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.manifest import (
     CODES,
@@ -212,7 +211,7 @@ class WeightStore:
         if not folder.exists():
             for other, unfinished in self._folders():
                 if other.incarnation < version.incarnation and not (unfinished / MANIFEST_NAME).exists():
-                    shutil.rmtree(unfinished, ignore_errors=True)
+                    discard(unfinished)
             folder.mkdir(exist_ok=True)
         return folder
 
@@ -258,7 +257,7 @@ class WeightStore:
                 remove_unless_read(folder)
             else:
                 # a publish that never finished; later versions are being written, earlier ones never will be
-                shutil.rmtree(folder, ignore_errors=True)
+                discard(folder)
 
     def note_remote_reader(self) -> None:
         """Somebody reads over the network."""
@@ -316,8 +315,9 @@ def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None
 
 def remove_unless_read(folder: Path) -> None:
     """Remove a version's folder, unless somebody reads the version or it is gone already."""
-    with contextlib.suppress(FileNotFoundError), (folder / READERS_LOCK).open("r+b") as lock:
+    with contextlib.suppress(FileNotFoundError, PermissionError), (folder / READERS_LOCK).open("r+b") as lock:
         if try_lock(lock):
             # first the manifest: a reader that comes from here on finds no version
-            (folder / MANIFEST_NAME).unlink()
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder / MANIFEST_NAME)
+            if not (folder / MANIFEST_NAME).exists():
+                discard(folder)

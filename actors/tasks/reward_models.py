@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
+import socket
+import ssl
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 from actors.tasks.config import Classifier, Judge
 from actors.tasks.prompts import Template
 from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore, Problem, TaskError, among_known, first_line
+from common.rpc.auth import is_loopback
 
 _LOOK_S = 10.0
 """Within which the endpoint says which models it has."""
@@ -89,7 +95,7 @@ class _Client:
         self._request = {"temperature": 0.0, "max_tokens": config.max_tokens, **config.request}
         if "max_completion_tokens" in config.request:  # its other name, where the first is refused
             del self._request["max_tokens"]
-        http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._note]})
+        http = _http(openai.DefaultAsyncHttpxClient, config.endpoint, event_hooks={"response": [self._note]})
         self._chat = openai.AsyncOpenAI(
             base_url=config.endpoint, api_key=key, max_retries=_OFTEN, timeout=config.timeout_s, http_client=http
         ).chat.completions
@@ -201,22 +207,49 @@ def _check_endpoint(name: str, config: Judge, key: str) -> None:
     import openai
 
     where = f"task.reward_models.{name}: {config.endpoint}"
-    client = openai.OpenAI(base_url=config.endpoint, api_key=key, timeout=_LOOK_S, max_retries=1)
+    http = _http(openai.DefaultHttpxClient, config.endpoint)
+    client = openai.OpenAI(base_url=config.endpoint, api_key=key, timeout=_LOOK_S, max_retries=1, http_client=http)
+    proxy = _proxy_hint(config.endpoint)
     try:
         with client:
             models = [model.id for model in client.models.list()]
     except openai.APIStatusError as error:
-        if error.status_code in (401, 403):
-            raise TaskError(
-                f"{where} refuses the key ({error.status_code}): set api_key_env to the variable with the right one"
-            ) from error
+        if error.status_code in (401, 403, 407):
+            why = f"refuses the key ({error.status_code}): set api_key_env to the variable with the right one"
+            raise TaskError(f"{where} {why}{proxy}") from error
         return  # it is there; some have no list, some are busy
     except openai.APIError as error:
         raise TaskError(
-            f"{where} does not answer ({error.message}): start the judge first, or mend the address"
+            f"{where} does not answer ({error.message}): start the judge first, or mend the address{proxy}"
         ) from error
     if models and config.model not in models:
         raise TaskError(f"{where} has no model '{config.model}'; {among_known(config.model, models)}")
+
+
+def _http(kind: Callable[..., Any], endpoint: str, **options: object) -> Any:  # noqa: ANN401 -- the library's own
+    """Make an HTTP client, which logs no requests; a judge on this machine is asked without the environment's proxy."""
+    for name in ("httpx", "httpx2", "openai"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    direct = {"trust_env": False, "verify": ssl.create_default_context()} if _is_here(endpoint) else {}
+    try:
+        return kind(**direct, **options)
+    except (ValueError, ImportError) as error:  # of the value of a variable
+        raise TaskError(f"the judge {endpoint} cannot be asked: {first_line(error)}{_proxy_hint(endpoint)}") from error
+
+
+def _is_here(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    return is_loopback(host) or host.endswith(".localhost") or host in ("0.0.0.0", socket.gethostname().lower())
+
+
+def _proxy_hint(endpoint: str) -> str:
+    """Return what an error says of the proxy of the environment, if an endpoint is asked through it."""
+    url = urlsplit(endpoint)
+    names = (f"{url.scheme}_proxy", f"{url.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
+    name = next(filter(os.environ.get, names), "")
+    if not name or _is_here(endpoint) or proxy_bypass(url.hostname or ""):
+        return ""
+    return f"; it is asked through the proxy of {name}: to ask it directly, add {url.hostname} to NO_PROXY"
 
 
 # --- a classifier -------------------------------------------------------------------------------------

@@ -258,6 +258,7 @@ class RpcClient:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),
+            (zmq.IPV6, "[" in self.address),
             (zmq.SNDHWM, 4),
             (zmq.SNDBUF, 256 * 2**10),  # a heartbeat waits behind what the system holds
             (zmq.RECONNECT_IVL, 50),

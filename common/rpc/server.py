@@ -23,7 +23,7 @@ import xxhash
 import zmq
 
 from common.files import write_durably
-from common.rpc.auth import LOOPBACK, Doorkeeper, ServiceKeys
+from common.rpc.auth import LOOPBACK, Doorkeeper, ServiceKeys, address_of
 from common.rpc.messages import DAMAGED, Asker, Message, Protocol, Refused, checksum
 
 log = logging.getLogger(__name__)
@@ -153,19 +153,22 @@ class RpcServer:
                 write_durably(remembered, str(bound).encode())
             except OSError as error:
                 raise CannotBind(f"{remembered} cannot be written ({error}). Free some space") from error
-        if host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
+        if host in ("0.0.0.0", "*", "::"):  # every interface: name one that other machines can reach
             return f"tcp://{_outward_address()}:{bound}"
         return address
 
     def _bind_tcp(self, host: str, port: int, remembered: Path, section: str) -> str:
         service, deadline = self._protocol.service, time.monotonic() + BIND_RETRY_S
-        endpoint = f"tcp://{host}:{port or _port_in(remembered) or '*'}"
+        endpoint = f"tcp://{host}"
         while True:
             try:
+                is_v6 = ":" in (name := address_of(host))
+                self._socket.setsockopt(zmq.IPV6, is_v6)
+                endpoint = f"tcp://{f'[{name}]' if is_v6 else name}:{port or _port_in(remembered) or '*'}"
                 self._socket.bind(endpoint)
                 return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            except zmq.ZMQError as error:
-                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+            except (OSError, UnicodeError, zmq.ZMQError) as error:
+                if getattr(error, "errno", 0) == errno.EADDRINUSE and time.monotonic() < deadline:
                     time.sleep(0.1)
                     continue
                 raise CannotBind(

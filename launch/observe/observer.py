@@ -23,6 +23,7 @@ import msgspec
 from actors.report import ActorReport, actor_name
 from actors.sample import EvalCounts, EvalResult
 from buffer.protocol import Status
+from common.process import wall_time
 from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.errors import ExitStatus
@@ -65,7 +66,7 @@ class Observer:
         look: Callable[[], Sequence[ProcessStatus]] = tuple,
         on_quiet: Callable[[RunStatus], None] = lambda status: None,
         on_news: Callable[[RunStatus, Mapping[str, Any]], None] = lambda status, row: None,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = wall_time,
         clock: Callable[[], float] = time.monotonic,
         quiet_s: float = QUIET_S,
     ) -> None:
@@ -433,8 +434,7 @@ class Observer:
         status = copy.copy(self.status)  # a screen may show it while the next poll is taken in
         try:
             write_status(self._path, status)
-        except OSError as error:
-            # nobody can look in from outside then, and training goes on
+        except OSError as error:  # nobody can look in from outside then, and training goes on
             self._complain(f"{self._path} cannot be written", error)
         self._on_news(status, self._last_row)
         return status

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from buffer.ledger import LEDGER_METRICS
 from common.files import write_durably
+from common.process import wall_time
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
 from launch.host import NO_WANDB_LOGIN
@@ -82,7 +82,7 @@ class Tracker:
         """Write the row of an evaluation, at a step; Weights & Biases has it no earlier than what it knows."""
         row = accuracy.row()
         values = {name.removeprefix("eval/"): value for name, value in row.items()}
-        _append(self._evaluations, {"time_s": time.time(), "wall_s": wall_s, "step": step, **values})
+        _append(self._evaluations, {"time_s": wall_time(), "wall_s": wall_s, "step": step, **values})
         self._log(row, max(step, self._wandb_step))
 
     def _log(self, finite: Mapping[str, Any], step: int) -> None:
@@ -108,7 +108,7 @@ class Tracker:
     def event(self, kind: str, text: str, **details: object) -> None:
         """Something happened that a reader of the run will want to find: a restart, an evaluation, an error."""
         log.info("%s: %s", kind, text)
-        self._events.write(json.dumps({"time_s": time.time(), "kind": kind, "text": text, **details}) + "\n")
+        self._events.write(json.dumps({"time_s": wall_time(), "kind": kind, "text": text, **details}) + "\n")
         self._events.flush()
 
     def summary(self, values: Mapping[str, Any]) -> None:

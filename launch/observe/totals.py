@@ -82,7 +82,8 @@ class Rate:
         self._points: list[tuple[float, float]] = []
 
     def update(self, now_s: float, total: float) -> None:
-        """The total was `total` at `now_s`."""
+        """The total was `total` at `now_s`, which is earlier than before if the clock of another host was set back."""
+        self._points = [point for point in self._points if point[0] <= now_s]
         self._points.append((now_s, total))
         while len(self._points) > 2 and self._points[1][0] < now_s - self._window_s:
             self._points.pop(0)

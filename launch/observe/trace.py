@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ import msgspec
 
 from actors.report import ActorReport
 from common.files import private_file
+from common.process import wall_time
 from common.staleness import PolicyVersion
 from launch.observe.status import PollResult
 from launch.observe.totals import Fresh
@@ -145,7 +145,7 @@ class Trace:
     A disk that takes no more costs lines of the file, and never the run.
     """
 
-    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, wall: Callable[[], float] = wall_time) -> None:
         """Append to the file; a line that a crash cut off is removed first. `wall` is seconds since the epoch.
 
         Raises:

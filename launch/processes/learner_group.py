@@ -14,6 +14,7 @@ import msgspec
 import ray
 from ray.exceptions import RayTaskError
 
+from common.files import leftovers
 from common.process import uncollected
 from common.run import RunContext
 from launch.checks import Plan
@@ -59,6 +60,7 @@ class StagePoll:
     """Whom training waits for now; empty while it computes."""
     publishing: str
     """What keeps published weights from being on disk; empty where nothing does."""
+    leftovers: Sequence[str] = ()  # what cannot be removed, a sentence each
 
 
 class StageRole(Role):
@@ -73,9 +75,9 @@ class StageRole(Role):
     def rendezvous(self, host: str | None) -> str:
         """A free address on this machine, by default as the Ray cluster knows it, at which the stages can meet."""
         host = address_here() if host is None else host
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        is_v6 = ":" in host
+        with socket.create_server((host, 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET) as probe:
+            return f"tcp://{f'[{host}]' if is_v6 else host}:{probe.getsockname()[1]}"
 
     def setup(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
         """Build the stage; every stage must be in this call at the same time."""
@@ -90,7 +92,7 @@ class StageRole(Role):
 
     def poll(self) -> StagePoll:
         """What happened since the last call."""
-        return StagePoll(self._stage.poll(), self._stage.waiting_for, self._stage.publishing)
+        return StagePoll(self._stage.poll(), self._stage.waiting_for, self._stage.publishing, [*leftovers.values()])
 
     def request_stop(self) -> None:
         """End `run` after the step at hand, with a checkpoint."""
@@ -155,6 +157,7 @@ class LearnerGroup:
         self._stop_requested = False
         self._rescued: list[Mapping[str, Any]] = []
         self._told_step = 0  # the last one that was reported, or that training went on from
+        self._told_of: set[str] = set()
         self._resumed: TrainingProgress | None = None
         self._restarts = Restarts(plan.config.launch.max_restarts)
         self._checkpoint_at_loss = -1
@@ -401,6 +404,9 @@ class LearnerGroup:
         answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, self._notify)
         if answer is None:
             return PollResult()
+        for text in set(answer.leftovers) - self._told_of:
+            self._told_of.add(text)
+            self._notify("leftover", text)
         rows: list[Mapping[str, Any]] = [{**report, "restarts": self.num_restarts} for report in answer.reports]
         self._told_step = max([self._told_step, *(row["step"] for row in rows)])
         return PollResult(rows, answer.waiting_for, answer.publishing)

@@ -7,9 +7,12 @@ results      of calls that may fail, or may not end
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +34,7 @@ LASTING_S = 3600.0
 SILENCE_S = 60.0
 """A role that answers nothing for so long is told of. It answers within milliseconds, but for a host that swaps."""
 _CHECK_EVERY_S = 1.0
+LOG_BYTES = 64 * 2**20  # size at which the log of a role is rotated
 
 
 Notify = Callable[[str, str], None]
@@ -101,10 +105,21 @@ class Role:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         configure_logging()
         faulthandler.enable()
+        threading.Thread(target=_rotate, args=(log,), name="log", daemon=True).start()
 
     def whereabouts(self) -> tuple[str, int]:
         """The address of its host in the Ray cluster, and its process id there."""
         return address_here(), os.getpid()
+
+
+def _rotate(log: Path) -> None:
+    """Bound a log: move what it has to LOG.1. The file stays, which other processes write and by which it is found."""
+    while True:
+        time.sleep(_CHECK_EVERY_S)
+        with contextlib.suppress(OSError):  # on a full disk it is tried again
+            if log.stat().st_size >= LOG_BYTES:
+                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                os.truncate(log, 0)
 
 
 def address_here() -> str:

@@ -1,6 +1,8 @@
 """A judge: its rating is the reward, it is waited for while it is busy, and what it does not rate is never 0."""
 
 import asyncio
+import logging
+import socket
 from dataclasses import replace
 from email.utils import formatdate
 
@@ -266,6 +268,77 @@ def test_mistakes_are_one_sentence_before_anything_starts(monkeypatch):
     misspelt = refused(task(gone, rewards=("helpful", "helpfull")))
     assert "'helpfull' is not of the form FILE.py:FUNCTION, and no rule or table has that name" in misspelt
     assert "did you mean 'helpful'" in misspelt
+
+
+DEAD_PROXY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def proxies(monkeypatch):
+    """`proxies(NAME=value)`: the variables of proxies are these alone."""
+
+    def set_all(**variables):
+        for name in ("http", "https", "all", "no"):
+            monkeypatch.delenv(f"{name}_proxy", raising=False)
+            monkeypatch.delenv(f"{name}_PROXY".upper(), raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "0.0.0.0", "judge.localhost"])
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize("proxy", [DEAD_PROXY, "socks5://127.0.0.1:9", "no url"])
+def test_a_judge_on_this_machine_is_asked_without_a_proxy(proxies, monkeypatch, host, variable, proxy):
+    proxies(**{variable: proxy})
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **more: real("127.0.0.1", *rest, **more))
+    with judge_server(lambda text: "7") as server:
+        there = task(server.endpoint.replace("127.0.0.1", host))
+        check_task(there, import_limit_s=30.0)
+        assert rate(there, "four") == [0.7]
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"HTTP_PROXY": DEAD_PROXY}, "; it is asked through the proxy of HTTP_PROXY: to ask it directly, add judge."),
+        ({"all_proxy": DEAD_PROXY}, "; it is asked through the proxy of all_proxy: to ask it directly, add judge."),
+        ({"HTTP_PROXY": DEAD_PROXY, "NO_PROXY": "a.b, .example"}, ""),
+        ({"HTTPS_PROXY": DEAD_PROXY}, ""),
+    ],
+)
+def test_where_a_judge_does_not_answer_the_variable_of_its_proxy_is_named(proxies, monkeypatch, variables, named):
+    proxies(**variables)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 9))])
+    sentence = refused(task("http://judge.example:8000/v1"), import_limit_s=30.0)
+    assert "does not answer" in sentence
+    assert ("through the proxy" in sentence, named in sentence) == (bool(named), True)
+
+
+def test_a_proxy_that_refuses_is_not_taken_for_the_judge_alone(proxies):
+    with judge_server(lambda text: "7", key="another") as proxy:
+        proxies(HTTP_PROXY=proxy.endpoint.removesuffix("/v1"))
+        sentence = refused(task("http://judge.example:8000/v1"), import_limit_s=30.0)
+    assert "refuses the key (401)" in sentence
+    assert "through the proxy of HTTP_PROXY" in sentence
+
+
+@pytest.mark.parametrize("value", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
+def test_a_proxy_that_the_library_cannot_use_is_a_sentence(proxies, value):
+    proxies(ALL_PROXY=value)
+    sentence = refused(task("http://judge.example:8000/v1"), import_limit_s=30.0)
+    assert "cannot be asked" in sentence
+    assert "through the proxy of ALL_PROXY" in sentence
+
+
+def test_the_requests_of_a_judge_are_not_logged(caplog):
+    caplog.set_level(logging.INFO)
+    with judge_server(lambda text: "7") as server:
+        check_task(task(server.endpoint), import_limit_s=30.0)
+        assert rate(task(server.endpoint), "four") == [0.7]
+    assert [record.getMessage() for record in caplog.records if "HTTP" in record.getMessage()] == []
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_on_one_machine_services_have_unix_sockets_and_need_no_keys(plan):
         ("--buffer.host", "127.0.0.1"),
         ("--buffer.port", "4321"),
         ("--weight_sync.port", "4321", "--weight_sync.transport", "network"),
-        ("--weight_sync.host", "10.0.0.1", "--weight_sync.transport", "network"),
+        ("--weight_sync.host", "0.0.0.0", "--weight_sync.transport", "network"),
         ("--launch.encryption", "on"),
     ],
 )

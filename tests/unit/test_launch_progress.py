@@ -147,6 +147,13 @@ def test_a_row_says_how_far_the_weights_have_come(observer):
     assert summary["quarantined_actors"] == ["actor-1"]
 
 
+def test_a_rate_goes_on_after_the_clock_of_another_host_was_set_back():
+    rate = Rate(window_s=10.0)
+    for now_s, total in ((5000.0, 100.0), (5001.0, 200.0), (1402.0, 300.0), (1404.0, 500.0)):
+        rate.update(now_s, total)
+    assert rate.value(1404.0) == 100.0
+
+
 def test_a_rate_needs_two_points():
     rate = Rate(window_s=10.0)
     rate.update(0.0, 0.0)

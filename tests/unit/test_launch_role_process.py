@@ -1,5 +1,6 @@
 """A role's process as the supervisor asks it: an answer may be late, and silence is told."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,6 +12,7 @@ from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 from actors.tasks import TaskError
 from common.hf_folder import ModelFolderError
 from common.user_input import UserFileError
+from launch.processes import role_process
 from launch.processes.placement import Reservation, spawn
 from launch.processes.role_process import Restarts, RoleProcess, RunFailed, WrongInput, reason, results
 
@@ -120,3 +122,34 @@ def test_a_role_starts_with_the_variables_that_it_is_given_and_sees_no_gpu_that_
     plain, on_gpu = (each["runtime_env"]["env_vars"] for each in options)
     assert plain.items() >= {**told, "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}.items()
     assert on_gpu.keys() == plain.keys() - {"CUDA_VISIBLE_DEVICES"}
+
+
+def test_a_log_is_bounded_and_whoever_writes_it_goes_on_in_the_file_by_which_it_is_found(tmp_path, monkeypatch):
+    log, aside = tmp_path / "actor.0.log", tmp_path / "actor.0.log.1"
+    role = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    engine = os.dup(role)  # as a process has it that the role starts
+    monkeypatch.setattr(role_process, "LOG_BYTES", 1000)
+    lines, found = iter([b"a" * 999, b"b" * 2, b"c" * 5, b"d" * 2000, b""]), []
+
+    def look(_):
+        found.append((log.read_bytes()[:6], aside.read_bytes()[-6:] if aside.exists() else b""))
+        os.write(engine, next(lines))
+
+    monkeypatch.setattr(role_process.time, "sleep", look)
+    with pytest.raises(StopIteration):
+        role_process._rotate(log)
+    assert found[2:] == [(b"", b"aaaabb"), (b"ccccc", b"aaaabb"), (b"", b"dddddd"), (b"", b"dddddd")]
+    assert Path(os.readlink(f"/proc/self/fd/{role}")) == log
+    for descriptor in (role, engine):
+        os.close(descriptor)
+
+
+def test_a_log_on_a_full_disk_is_looked_at_again(tmp_path, monkeypatch):
+    log, looks = tmp_path / "actor.0.log", iter(range(3))
+    log.write_bytes(b"x" * 2000)
+    monkeypatch.setattr(role_process, "LOG_BYTES", 1000)
+    monkeypatch.setattr(role_process.time, "sleep", lambda _: next(looks))
+    monkeypatch.setattr(role_process.shutil, "copyfile", MagicMock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(StopIteration):
+        role_process._rotate(log)
+    assert log.stat().st_size == 2000

@@ -224,6 +224,15 @@ def test_what_keeps_weights_from_being_published_is_told_and_silence_is_not_take
     assert learner.stages.poll(0.0).publishing == "", "who is being started again publishes nothing"
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_an_event_once(learner):
+    learner.start()
+    for _ in range(3):
+        learner.stages.poll(0.0)
+        learner.ranks[1]("poll").end(StagePoll([], "", "", ["/c/.step-4.old cannot be removed"]))
+        learner.stages.poll(0.0)
+    assert learner.events == [("leftover", "/c/.step-4.old cannot be removed")]
+
+
 def test_every_stage_is_told_where_weights_go_and_in_which_dtype(tmp_path, monkeypatch):
     learner = Learner(tmp_path, monkeypatch, "--actors.dtype", "bfloat16", "--weight_sync.folder", str(tmp_path / "w"))
     told = []

@@ -15,7 +15,7 @@ from buffer.ledger import COUNTS
 from common.staleness import PolicyVersion
 from launch.cli import main
 from launch.observe.observer import Observer
-from launch.observe.status import STALE_S, Accuracy, PollResult, read_status, write_status
+from launch.observe.status import STALE_S, Accuracy, PollResult, look, read_status, write_status
 from launch.run_folder import claimed
 from tests.unit.made_up_run import plan, process, report, status, step_row
 from tests.world.command import leeway_here
@@ -147,6 +147,21 @@ def test_a_command_with_the_number_of_the_one_before_it_is_seen_to_resume_the_ru
         os.utime(folder.claim, (written_s + 1, written_s + 1))
         result, out, _ = said(capsys, "mine")
     assert (result, f"a command (process {os.getpid()}) is just going on with it" in out) == (0, True), out
+
+
+@pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
+def test_what_a_live_run_says_of_times_is_right_after_the_time_of_day_was_set(run, capsys, monkeypatch, set_by_s):
+    folder, observer = run
+    with claimed(folder):
+        observer.phase("training")
+        time_of_day, written_s = time.time, folder.status.stat().st_mtime
+        monkeypatch.setattr(time, "time", lambda: time_of_day() + set_by_s)
+        if set_by_s > 0:  # the kernel stamps the next file of a live run by the new time
+            os.utime(folder.status, (written_s + set_by_s, written_s + set_by_s))
+        result, out, _ = said(capsys, "mine")
+        seen_s = look(folder).now_s - read_status(folder.status).written_s
+    assert (result, "going on with it" in out) == (0, False), out
+    assert 0.0 <= seen_s < 60.0
 
 
 def test_what_is_no_run_is_wrong_input(run, capsys, tmp_path, monkeypatch):

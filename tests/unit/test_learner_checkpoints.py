@@ -1,11 +1,12 @@
 """Checkpoints of one process: atomic, asynchronous, checked, and refused where they belong to another model."""
 
 import errno
+import io
 import json
 import math
 import shutil
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 from msgspec import structs
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from common.files import leftovers
 from common.hf_folder import model_identity
 from learner import checkpoint as checkpoint_file
 from learner.batch import Leaves
@@ -388,22 +391,91 @@ def test_leftovers_of_a_crash_are_removed_and_are_no_checkpoints(tmp_path, model
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000003"]
 
 
-def test_a_crash_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(tmp_path, model, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_tried_again_and_is_no_checkpoint(
+    tmp_path, model, monkeypatch
+):
+    checkpoints = checkpoints_in(tmp_path, keep=1)
+    folder, networks = tmp_path / "checkpoints", networks_of(model)
+    save(checkpoints, networks, 1)
+    real = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if ".old" not in Path(path).name:
+            real(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        for step in (2, 3, 2, 4):  # one that is taken again needs a name of its own
+            save(checkpoints, networks, step)
+            shutil.rmtree(folder / "step-00000003", ignore_errors=True)
+        checkpoints = checkpoints_in(tmp_path, keep=1)
+    assert checkpoints.steps() == [4]
+    left = sorted(path.name.split(".")[1] for path in folder.glob(".step*.old"))
+    assert left == ["step-00000001", "step-00000002", "step-00000002"]
+    told = [text for path, text in leftovers.items() if path.parent == folder]
+    assert len(told) == 3, "each once"
+    assert told[0].startswith(f"{folder}/.step-00000001.")
+    assert ".old cannot be removed and takes space ([Errno 16] Device or resource busy): remove it by hand" in told[0]
+    assert checkpoints.restore(networks) == TrainingProgress(4, 4, 0)
+    save(checkpoints, networks, 5)
+    assert [path.name for path in folder.iterdir()] == ["step-00000005"]
+
+
+def test_an_old_checkpoint_that_stays_as_it_is_keeps_no_draws(tmp_path, model, monkeypatch):
     checkpoints = checkpoints_in(tmp_path, keep=1)
     networks = networks_of(model)
     save(checkpoints, networks, 1)
+    assert checkpoints.released() == 1
+    real_rename, real_rmtree = Path.rename, shutil.rmtree
 
-    def crash(path, **_):
-        if path.exists():
-            raise OSError(errno.EIO, "pulled the plug")
+    def refuse(path):
+        if path.name == "step-00000001":
+            raise OSError(errno.EPERM, "Operation not permitted")
 
+    monkeypatch.setattr(Path, "rename", lambda path, target: refuse(path) or real_rename(path, target))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, ignore_errors=False: ignore_errors or refuse(path) or real_rmtree(path)
+    )
+    for step in (2, 3):
+        save(checkpoints, networks, step)
+        assert checkpoints.released() == step
+    assert checkpoints.steps() == [1, 3]
+    assert checkpoints_in(tmp_path, keep=1).restore(networks) == TrainingProgress(3, 3, 0)
+
+
+def test_a_leftover_in_the_way_of_a_checkpoint_that_is_written_does_no_harm(tmp_path, model, monkeypatch):
+    checkpoints = checkpoints_in(tmp_path)
+    networks = networks_of(model)
+    (tmp_path / "checkpoints" / ".step-00000001.tmp" / "mounted").mkdir(parents=True)
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", crash)
-        checkpoints.save(networks, TrainingProgress(2, 2, 0))
-        with pytest.raises(CheckpointFailed, match="pulled the plug"):
-            checkpoints.wait()
-    assert checkpoints.steps() == [2]
-    assert checkpoints_in(tmp_path).restore(networks) == TrainingProgress(2, 2, 0)
+        patched.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
+        save(checkpoints, networks, 1)
+    assert checkpoints_in(tmp_path).restore(networks) == TrainingProgress(1, 1, 0)
+
+
+@pytest.mark.parametrize("after_bytes", [0, 100, 5000, 100_000])
+def test_a_disk_that_fills_within_a_tensor_is_named_with_what_is_left_and_what_is_needed(
+    tmp_path, model, monkeypatch, after_bytes
+):
+    class Small(io.FileIO):
+        def write(self, data):
+            if self.tell() + len(data) > after_bytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    @contextmanager
+    def on_a_small_disk(_, path, mode):
+        with Small(path, mode) as raw, io.BufferedWriter(raw) as stream:
+            yield stream
+
+    checkpoints, networks = checkpoints_in(tmp_path), networks_of(model)
+    monkeypatch.setattr(FileSystem, "create_stream", on_a_small_disk)
+    checkpoints.save(networks, TrainingProgress(1, 1, 0))
+    said = r"step-00000001: OSError: \[Errno 28\] No space left on device; \d+ MiB were left, and each"
+    with pytest.raises(CheckpointFailed, match=said):
+        checkpoints.wait()
 
 
 def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, model):

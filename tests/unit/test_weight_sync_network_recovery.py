@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.weights_by_hand import Machine, assert_holds, damage, publish, v
-from weight_sync import host_folder
 from weight_sync import staging as staging_file
 from weight_sync.client import WeightClient, loopback_hint
 from weight_sync.host_folder import HostFolder
@@ -160,12 +159,12 @@ def test_who_joins_while_the_last_one_removes_the_folder_has_a_whole_folder(tmp_
 
     first = HostFolder(path)
     (path / "0.1").mkdir()
-    monkeypatch.setattr(host_folder.shutil, "rmtree", slowly)
+    monkeypatch.setattr(shutil, "rmtree", slowly)
     closing = threading.Thread(target=first.close)
     closing.start()
     assert removing.wait(60)
     # whoever joins sweeps what is dead beside it
-    monkeypatch.setattr(host_folder.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     second = HostFolder(path)
     (path / "0.2").mkdir()
     joined.set()

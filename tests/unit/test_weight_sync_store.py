@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.files import leftovers
 from tests.unit.published import DTYPE, PART, publish, publisher_of, pull, read, same, v, weights
 from weight_sync.manifest import (
     MANIFEST_NAME,
@@ -176,6 +177,23 @@ def test_retention_keeps_so_many_versions_and_every_one_being_read(folder: Path)
     staged.close()
     publish(folder, v(4), keep_versions=2)
     assert WeightStore(folder).committed() == [v(3), v(4)]
+
+
+def test_a_version_that_cannot_be_removed_is_told_once_and_the_next_is_published(folder: Path, monkeypatch):
+    publish(folder, v(1), keep_versions=1)
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "0.1" and path.name == MANIFEST_NAME:
+            raise PermissionError(1, "Operation not permitted")
+        real(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        publish(folder, v(2), v(3), keep_versions=1)
+    assert (len([path for path in leftovers if folder in path.parents]), WeightStore(folder).newest()) == (1, v(3))
+    publish(folder, v(4), keep_versions=1)
+    assert not (folder / "0.1").exists(), "the next publish tries again"
 
 
 def test_versions_only_grow_even_across_publishers(folder: Path):
