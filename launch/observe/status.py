@@ -390,14 +390,12 @@ def look(folder: RunFolder) -> StatusView:
         if folder.status.exists() or owner_of(folder) is None:
             raise
         raise StatusError(f"the run {folder.root} has only just begun; look again in a few seconds") from error
-    now_s, owner = max(time.time(), status.written_s), owner_of(folder)
-    if owner is not None and folder.status.exists():  # the time of day was perhaps set since the run was started
-        now_s = status.written_s + max(0.0, time.time() - folder.status.stat().st_mtime)
+    now_s, owner = status.written_s + max(0.0, time.time() - folder.status.stat().st_mtime), owner_of(folder)
     # in a container that was started again, a command has the number of the one before
     if owner is not None and (owner != status.pid or _began_s(folder) > status.written_s):
         who = f"a command (process {owner})" if owner else "a command"
         return StatusView(status, now_s, resuming=f"{who} is just going on with it")
-    return StatusView(status, now_s, gone=_why_gone(folder, status, now_s, owner))
+    return StatusView(status, now_s, gone=_why_gone(folder, status, time.time(), owner))
 
 
 def _began_s(folder: RunFolder) -> float:
