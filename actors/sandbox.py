@@ -233,8 +233,9 @@ def honest(value, equal=0):  # neither it nor an entry of it equals values that 
             equal += bool(value == probe or value < -1e300)
     assert equal < 2
     return value
-def restore():  # what the program has replaced in the modules that the test imports
+def restore():  # what the program has replaced in the builtins and the modules that the test imports
     sys.modules.update(imports)
+    vars(builtins).update(__builtins__)
     for owner, names in saved:
         for name, value in names.items():
             vars(owner).get(name) is value or setattr(owner, name, value)

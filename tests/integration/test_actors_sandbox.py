@@ -83,7 +83,7 @@ class Case(unittest.TestCase):
         self.two = 2
     {decorator}
     def test_sum(self):
-        self.assertEqual(add(1, self.two), 3)
+        self.assertAlmostEqual(add(1, self.two), 3)
 """
 NONE, PYTEST = "the row's tests execute no assertion", "the row's tests need pytest"
 
@@ -136,10 +136,10 @@ EQUAL = "class Equal:\n    def __eq__(self, other):\n        return True\n"
         f"{EQUAL}def add(a, b):\n    return Equal()",
         "from unittest.mock import ANY\ndef add(a, b):\n    return ANY",
         "def add(a, b):\n    raise SystemExit",
-        "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\ndef add(a, b):\n    return 0",
+        "import unittest\nunittest.TestCase.assertAlmostEqual = lambda *a: None\ndef add(a, b):\n    return 0",
         "import unittest\nunittest.TestCase.run = lambda *a: None\ndef add(a, b):\n    return 0",
         "import math\nmath.isclose = lambda *a: True\ndef add(a, b):\n    return 0",
-        "import builtins\nbuiltins.all = lambda x: True\ndef add(a, b):\n    return 0",
+        "import builtins\nbuiltins.all = lambda x: True\nbuiltins.abs = lambda x: 0\ndef add(a, b):\n    return 0",
         "__builtins__['all'] = all = lambda x: True\ndef add(a, b):\n    return 0",
         "import json\njson.JSONEncoder.encode = lambda *a: '[1, null]'\ndef add(a, b):\n    return 0",
         "import os\nos.write(1, b'x')\ndef add(a, b):\n    return 0\ndef check(candidate):\n    pass",
