@@ -78,7 +78,9 @@ class ActorsConfig(BaseModel):
         "actor that is killed loses no more; 0: it hands them on when it ends, and loses them when it is killed.",
     )
     eval_every: int = Field(default=0, ge=0, description="Versions between evaluations; 0: before and after only.")
-    eval_problems: PositiveInt = Field(default=256, description="Held-out problems of an evaluation during the run.")
+    eval_problems: PositiveInt | None = Field(
+        default=None, description="Held-out problems of an evaluation during the run. Unset: 256, or all if fewer."
+    )
 
     @property
     def max_model_tokens(self) -> int:

@@ -119,7 +119,7 @@ class Ranker:
             BufferRefused: it serves another run.
         """
         config = context.config
-        task, _ = load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens)
+        task, _ = load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens, all_columns=True)
         self._features = Features(task.train)
         self._client = open_client(
             context.buffer_addresses,

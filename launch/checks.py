@@ -151,6 +151,7 @@ class Plan:
                 f"run        {self.folder.root}",
                 f"model      {model}",
                 f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
+                f"rows       {self.task.rows}",
                 f"algorithm  {config.algorithm.type}",
                 *self._teachers(),
                 *([] if self.recorded is None else [f"samples    {self.recorded}: {config.buffer.source}"]),
@@ -199,7 +200,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     if config.model.path is not None and not _is_to_be_made(config):
         model = check_model(config, Path(config.model.path), "model.path")
     task = _check_task(config, Path(str(config.model.path)), model)
-    if config.actors.eval_every and config.actors.eval_problems > task.num_heldout:
+    if config.actors.eval_every and (config.actors.eval_problems or 0) > task.num_heldout:
         raise ConfigError(
             f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"
         )

@@ -424,8 +424,9 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
         table, dotted = _at(tree, section), f"{section}.{key}"
         value = table.get(key) if isinstance(table, dict) else None
         try:
-            if dotted == REWARDS_KEY and isinstance(value, list):
-                table[key] = [_resolve_reward(entry, base) for entry in value]
+            if dotted == REWARDS_KEY and isinstance(value, list | str):
+                entries = [value] if isinstance(value, str) else value
+                table[key] = [_resolve_reward(entry, base) for entry in entries]
             elif dotted in NAMED_KEYS:
                 if is_reference(value):
                     table[key] = _resolve_reward(value, base)

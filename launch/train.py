@@ -282,6 +282,7 @@ class _Run:
         """What was complained about and still holds."""
 
     def go(self) -> ExitStatus:
+        self.sinks.display.say(f"rows: {self.plan.task.rows}")
         self.supervisor.start(self.sinks.phase)
         self.has_begun = True
         self.interrupts.go_on()
@@ -437,7 +438,9 @@ class _Run:
         is_due = every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step
         if is_due and self.supervisor.actors.ready():  # else the run goes on, and begins it once an actor is there
             self._evaluated_at = version - version % every
-            self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
+            self._evaluation = self._evaluate(
+                self._config.actors.eval_problems or min(256, self.plan.task.num_heldout), None
+            )
 
     def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
         self.sinks.trace.evaluating()

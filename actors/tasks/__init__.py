@@ -15,15 +15,19 @@ Importing this package, and `check_task` without a model folder, imports neither
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.tasks.config import Classifier, FileTask, Judge, ReasoningGymTask, TaskConfig
-from actors.tasks.functions import check_functions, check_network, load_function, try_imports
-from actors.tasks.prompts import Split, file_problems, held_out, teachers_of
-from actors.tasks.rules import check_rule, load_rule
-from actors.tasks.task import Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
+from actors.tasks.config import Classifier, CodeRule, FileTask, Judge, ReasoningGymTask, RegexRule, TaskConfig
+from actors.tasks.functions import arguments_of, check_functions, check_network, load_function, try_imports
+from actors.tasks.prompts import Split, Template, file_problems, held_out, split_field, teachers_of
+from actors.tasks.rules import ANSWERS, check_rule, load_rule
+from actors.tasks.task import PROMPTS, Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
+
+_log = logging.getLogger(__name__)
 
 __all__ = [
     "Problem",
@@ -58,8 +62,9 @@ def check_task(
     Raises:
         TaskError: says which key or file is wrong and what to do.
     """
-    split, columns = _problems(config)
-    task = Task(split.train, split.heldout, ())
+    reads = None if teachers else _read_columns(config)
+    split, columns = _problems(config, None if reads is None else {*reads, PROMPTS})
+    task = Task(split.train, split.heldout, (), split.rows)
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
     for name in config.rewards:
@@ -75,7 +80,7 @@ def check_task(
         try_imports(files, columns, import_limit_s, has_network=config.reward_network)
     of_prompts = b""
     if config.teacher_column is not None and teachers:
-        of_prompts = teachers_of(split.train, config.teacher_column, teachers)
+        of_prompts = teachers_of(task.train, config.teacher_column, teachers)
     return replace(task.facts(of_prompts), end_of_turn=end_of_turn, column_digests=task.column_digests())
 
 
@@ -97,15 +102,31 @@ def _check_named(
         check_rule(name, section, columns, task.train, here=here)
 
 
-def load_encoded(task: TaskConfig, model_path: Path, max_prompt_tokens: int) -> tuple[Task, PromptCodec]:
-    """A task with encoded prompts, as actors have it, and the codec that encoded them; errors as of both."""
-    codec = PromptCodec(model_path, task.chat, task.system_prompt)
-    return load_task(task).encoded(codec.encode, max_prompt_tokens), codec
+def load_encoded(
+    config: TaskConfig, model_path: Path, max_prompt_tokens: int, *, all_columns: bool = False
+) -> tuple[Task, PromptCodec]:
+    """Return a task with encoded prompts, as actors have it, and the codec that encoded them; errors as of both.
+
+    Prompts have the columns that rewards read, unless all are asked for.
+    """
+    started_s, codec = time.perf_counter(), PromptCodec(model_path, config.chat, config.system_prompt)
+    task, tokenising_s = _load(config, None if all_columns else _read_columns(config), codec)
+    task.check_lengths(max_prompt_tokens)
+    read_s = time.perf_counter() - started_s - tokenising_s
+    _log.info("rows: %s, in %.1f s; tokenised in %.1f s more", task.rows, read_s, tokenising_s)
+    return task, codec
 
 
 def load_task(config: ReasoningGymTask | FileTask) -> Task:
-    """The task itself, its prompts not yet encoded, its rewards not yet loaded; TaskError as `check_task`."""
-    split, columns = _problems(config)
+    """The task itself, its prompts not encoded, its rewards not yet loaded; TaskError as `check_task`."""
+    return _load(config, None, None)[0]
+
+
+def _load(
+    config: ReasoningGymTask | FileTask, reads: Collection[str] | None, codec: PromptCodec | None
+) -> tuple[Task, float]:
+    """Return the task and the seconds that its tokens took."""
+    split, columns = _problems(config, reads, codec)
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
     rewards = [
@@ -115,7 +136,30 @@ def load_task(config: ReasoningGymTask | FileTask) -> Task:
     if not rewards:
         assert isinstance(config, ReasoningGymTask), "a file task without rewards was refused before"
         rewards = [RewardFunction(config.name, config, columns)]
-    return Task(split.train, split.heldout, tuple(rewards))
+    return Task(split.train, split.heldout, tuple(rewards), split.rows), split.store.tokenising_s
+
+
+def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
+    """Return the names of the columns that rewards read, `PROMPTS` among them if they read prompts; None: all."""
+    found: set[str] = set()
+    for name in config.rewards:
+        named = config.named_rewards.get(name)
+        if named is None:
+            arguments = arguments_of(name) if ":" in name else frozenset[str]()  # else it is refused
+            if arguments is None:
+                return None
+            found |= arguments
+        elif isinstance(named, Judge):
+            columns = Template(named.prompt, f"task.reward_models.{name}.prompt").columns
+            found.update(columns, [PROMPTS] if "prompt" in columns else [])
+        elif isinstance(named, Classifier):
+            found.add(PROMPTS)
+        elif isinstance(named, CodeRule):
+            return None  # tests may stand beside what says how to run them
+        else:
+            usual = () if isinstance(named, RegexRule) else ANSWERS
+            found.update(usual if named.column is None else [split_field(named.column)[0]])
+    return frozenset(found) if config.rewards else None
 
 
 def load_reward(function: RewardFunction) -> Call:
@@ -139,10 +183,12 @@ def load_reward(function: RewardFunction) -> Call:
     return gym_scorer(function.task)
 
 
-def _problems(config: ReasoningGymTask | FileTask) -> tuple[Split, list[str]]:
+def _problems(
+    config: ReasoningGymTask | FileTask, reads: Collection[str] | None, codec: PromptCodec | None = None
+) -> tuple[Split, list[str]]:
     if isinstance(config, ReasoningGymTask):
         # it imports a library that a process with prompts from files need not load
         from actors.tasks.gym import COLUMNS, gym_problems
 
-        return gym_problems(config), list(COLUMNS)
-    return file_problems(config)
+        return gym_problems(config, reads, codec), list(COLUMNS)
+    return file_problems(config, reads, codec)

@@ -157,10 +157,10 @@ RULES: Mapping[str, RewardRule] = {rule.type: rule for rule in (MathRule(), Code
 class _TaskConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    template: str = Field(
-        default="{question}",
+    template: str | None = Field(
+        default=None,
         description="Prompt text; {name} is a column of the item, {metadata[name]} an entry of its metadata, "
-        "and {name:compact} leaves out all white space.",
+        "and {name:compact} leaves out all white space. Unset: the question.",
     )
     chat: bool = Field(default=False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
     system_prompt: str | None = Field(default=None, description="System turn; needs chat = true.")
@@ -238,8 +238,10 @@ class FileTask(_TaskConfig):
 
     type: Literal["file"]
     path: str = Field(description="JSONL or Parquet file; one row per prompt.")
-    question_column: str = Field(default="question", description="Column whose normalised text the split hashes.")
-    heldout_path: str | None = Field(default=None, description="Held-out rows; unset: split `path` by question hash.")
+    question_column: str = Field(default="question", description="Column that is the prompt if template is unset.")
+    heldout_path: str | None = Field(
+        default=None, description="Held-out rows; unset: split `path` by a hash of the columns that template reads."
+    )
     num_train: PositiveInt | None = Field(default=None, description="Distinct training prompts; unset: all there are.")
     num_heldout: PositiveInt | None = Field(
         default=None,

@@ -11,6 +11,7 @@ its author hides a library.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import inspect
 import json
@@ -62,14 +63,33 @@ def check_functions(references: Sequence[str], columns: Collection[str], named: 
                 f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION, and no rule or table has that name; "
                 f"{among_known(reference, named)}"
             )
-        path, function = parse_reference(reference)
-        try:
-            tree = ast.parse(importlib.util.decode_source(path.read_bytes()), filename=str(path))
-        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two of deep nesting
-            raise TaskError(f"task.rewards: {path} is not Python: {error or type(error).__name__}") from error
-        except OSError as error:
-            raise TaskError(f"task.rewards: {path} cannot be read: {error.strerror}") from error
-        _check_definition(tree, reference, function, columns)
+        _check_definition(_parsed(reference), reference, reference.rpartition(":")[2], columns)
+
+
+def _parsed(reference: str) -> ast.Module:
+    path, _ = parse_reference(reference)
+    try:
+        return ast.parse(importlib.util.decode_source(path.read_bytes()), filename=str(path))
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two of deep nesting
+        raise TaskError(f"task.rewards: {path} is not Python: {error or type(error).__name__}") from error
+    except OSError as error:
+        raise TaskError(f"task.rewards: {path} cannot be read: {error.strerror}") from error
+
+
+def arguments_of(reference: str) -> frozenset[str] | None:
+    """Return the names of what a function takes, without running its file; None if that may be every column.
+
+    Raises:
+        TaskError: as `check_functions`.
+    """
+    name = reference.rpartition(":")[2]
+    named = [node for node in ast.walk(_parsed(reference)) if getattr(node, "name", None) == name]
+    if len(named) != 1 or not isinstance(node := named[0], ast.FunctionDef | ast.AsyncFunctionDef):
+        return None  # assigned, imported or defined twice
+    arguments = node.args
+    if arguments.kwarg or node.decorator_list:
+        return None
+    return frozenset(one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
 
 
 def _check_definition(tree: ast.Module, reference: str, function: str, columns: Collection[str]) -> None:
@@ -190,7 +210,8 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
     wanted = [name for name in columns if takes_all or name in named]
 
     def arguments(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
-        values: dict[str, Any] = {name: [one.columns.get(name) for one in problems] for name in wanted}
+        # samples of a group share their problem, and a function may change what it gets
+        values: dict[str, Any] = {name: [copy.deepcopy(one.columns.get(name)) for one in problems] for name in wanted}
         if takes_all or "prompts" in named:
             values["prompts"] = [one.text for one in problems]
         if takes_all or "completions" in named:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from reasoning_gym.utils import extract_answer
 
 from actors.tasks.config import ReasoningGymTask
 from actors.tasks.prompts import Split, Template
-from actors.tasks.task import Problem, TaskError, among_known, json_safe
+from actors.tasks.task import Problem, PromptCodec, TaskError, among_known
 
 COLUMNS = ("question", "answer", "metadata")
 
@@ -30,37 +31,28 @@ _KEPT_ITEMS = 1024
 """By a scorer, for the samples of a group come one after the other."""
 
 
-def gym_problems(config: ReasoningGymTask) -> Split:
+def gym_problems(
+    config: ReasoningGymTask, reads: Collection[str] | None = None, codec: PromptCodec | None = None
+) -> Split:
     """Stream the dataset until both halves are full.
 
     Raises:
         TaskError: no such dataset or parameter, the template does not fit, or too few distinct questions.
     """
     dataset = _dataset(config)
-    template = Template(config.template)
-    split = Split(config.heldout_share, config.num_train, config.num_heldout)
+    split = Split(Template(config.template or "{question}"), config, ["question"], reads, codec)
     limit = min(_most_items(config), dataset.size)
-    prompts: set[str] = set()
-    num_tried, last_new = 0, 0
-    while not split.full:
-        stalled = num_tried - last_new > _PATIENCE_ITEMS + split.num_distinct
-        if stalled or num_tried >= limit:
-            raise TaskError(_too_few(config, split, num_tried))
-        item = _item(dataset, num_tried, config.name)
-        num_tried += 1
-        if not split.is_new(item["question"]):
-            continue
-        last_new = num_tried
-        half = split.room_for(item["question"])
-        if half is None:
-            continue
-        text = template.render(item, f"{config.name} item {num_tried - 1}")
-        # Two questions may become one prompt where the template leaves something out.
-        if text in prompts:
-            continue
-        prompts.add(text)
-        columns = json_safe({name: item[name] for name in COLUMNS})
-        half.append(Problem(item["question"], text, columns, num_tried - 1))
+    num_distinct, last_new = 0, 0
+    while split.has_room(held=False) or split.has_room(held=True):
+        number = split.num_read
+        stalled = number - last_new > _PATIENCE_ITEMS + num_distinct
+        if stalled or number >= limit:
+            raise TaskError(_too_few(config, split))
+        item = _item(dataset, number, config.name)
+        split.offer({name: item[name] for name in COLUMNS}, number, f"{config.name} item {number}")
+        if split.num_distinct > num_distinct:
+            num_distinct, last_new = split.num_distinct, split.num_read
+    split.store.flush()
     return split
 
 
@@ -86,7 +78,7 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
     def score(problems: Sequence[Problem], completions: Sequence[str]) -> list[float]:
         values = []
         for problem, completion in zip(problems, completions, strict=True):
-            item = item_at(problem.index)
+            item = copy.deepcopy(item_at(problem.index))  # a dataset may change it
             if item["question"] != problem.question:
                 raise TaskError(
                     f"dataset {config.name} makes another item {problem.index} in each process: start the command with "
@@ -154,9 +146,9 @@ def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
     return item
 
 
-def _too_few(config: ReasoningGymTask, split: Split, num_tried: int) -> str:
+def _too_few(config: ReasoningGymTask, split: Split) -> str:
     return (
-        f"dataset {config.name} has only {split.num_distinct} distinct questions in {num_tried} items: "
+        f"dataset {config.name} has only {split.num_distinct} distinct questions in {split.num_read} items: "
         f"{len(split.train)} of task.num_train = {config.num_train} and {len(split.heldout)} of task.num_heldout = "
         f"{config.num_heldout} (heldout_share = {config.heldout_share}). Lower the numbers, or widen task.params"
     )

@@ -4,27 +4,46 @@ Items are those of a dataset, or the rows of a JSONL or Parquet file, which are 
 
 Templates are Python's format language over an item's columns, without attribute access.
 
-Which questions train and which evaluate is decided by the question itself, never by a seed. Generated datasets derive
-an item from seed + index, so two seeds share almost all their items. A hash of the question separates them for every
-seed, template and order of a file, and for anything else that asks `held_out` (a supervised warm-up, say), so no
-held-out question is ever trained on.
+A hash of what the template reads of a row (a question) decides whether the row trains or evaluates, never a seed.
+Generated datasets derive an item from seed + index, so two seeds share almost all their items. The hash separates them
+for every seed, order of a file and fixed text of a template, and for anything else that asks `held_out` (a supervised
+warm-up, say), so no held-out question is ever trained on.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from actors.tasks.config import MOST_HELDOUT, FileTask
-from actors.tasks.task import Problem, TaskError, among_known, json_safe
+import numpy as np
+
+from actors.tasks.config import MOST_HELDOUT, FileTask, ReasoningGymTask
+from actors.tasks.task import (
+    Problem,
+    PromptCodec,
+    Prompts,
+    PromptStore,
+    TaskError,
+    among_known,
+    digest_of,
+    hashed_text,
+    json_safe,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _FIELD = re.compile(r"(?P<column>[^.\[\]]+)(?P<keys>(?:\[[^\]]+\])*)")
 _KEY = re.compile(r"\[([^\]]+)\]")
+_BATCH_ROWS = 1024
 _SHALLOW = 100
 """Opening brackets of a row that is certainly not nested too deeply."""
 
@@ -39,13 +58,25 @@ class _Columns(Formatter):
             value = _entry(value, key, f"{{{field_name}}}")
         return value, column
 
+    def convert_field(self, value: object, conversion: Any) -> object:  # noqa: ANN401 -- as typeshed has it
+        if isinstance(value, list | tuple | dict | bytes) and _has_null(value := json_safe(value)):
+            raise ValueError(f"a null stands within {str(value)[:80]}; name its entries, or write the column as text")
+        return "" if value is None else super().convert_field(value, conversion)
+
     def format_field(self, value: object, format_spec: str) -> str:
         if format_spec == "compact":
             return "".join(str(value).split())
-        return format(value, format_spec)
+        return format(value, format_spec) if value != "" else ""  # a null, which no format of numbers takes
+
+
+def _has_null(value: object) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, inner))
 
 
 def _entry(container: object, key: str, field: str) -> object:
+    if container is None:
+        return None
     if isinstance(container, list | tuple) and key.isdigit() and int(key) < len(container):
         return container[int(key)]
     if isinstance(container, Mapping):
@@ -55,6 +86,7 @@ def _entry(container: object, key: str, field: str) -> object:
     raise TaskError(f"{field} looks for '{key}' in a {type(container).__name__}, which has no such entry")
 
 
+@lru_cache(1024)
 def split_field(field: str) -> tuple[str, list[str]]:
     """The column and the keys of `column[key][key]`; TaskError where it has another form."""
     match = _FIELD.fullmatch(field)
@@ -123,16 +155,23 @@ class Template:
         self._key = key
         self._formatter = _Columns()
         try:
-            fields = [field for _, field, _, _ in self._formatter.parse(text) if field is not None]
+            fields = list(self._fields(text))
         except ValueError as error:
             raise TaskError(f"{key} {text!r} does not parse: {error}; write {{{{ or }}}} for a brace") from error
         if not fields:
             raise TaskError(f"{key} {text!r} names no column, so every prompt would be the same; use {{question}}")
-        self.columns = [re.split(r"[.\[]", field)[0] for field in fields]
+        self.columns = list(dict.fromkeys(re.split(r"[.\[]", field)[0] for field in fields))
         """Those it names."""
 
-    def render(self, item: Mapping[str, Any], where: str) -> str:
-        """The prompt of one item; `where` (file and row, or dataset and index) is for the error.
+    def _fields(self, text: str) -> Iterator[str]:
+        for _, field, spec, _ in self._formatter.parse(text):
+            if field is not None:
+                yield from (field, *self._fields(spec or ""))
+
+    def render(self, item: Mapping[str, Any], where: str = "a row") -> str:
+        """Return the prompt of one item; `where` (file and row, or dataset and index) is for the error.
+
+        A null is rendered as an empty string.
 
         TaskError if the item lacks a column, or its value does not take the format.
         """
@@ -143,61 +182,92 @@ class Template:
             raise TaskError(f"{self._key} {self.text!r} at {where}: {why}") from error
 
 
-def normalised(text: str) -> str:
-    """The text without white space and without case: what makes two questions the same."""
-    return "".join(text.split()).casefold()
+def held_out(text: str, share: float) -> bool:
+    """Decide by a hash of its text, as `hashed_text` returns it, whether a row is set aside for evaluation.
 
-
-def held_out(question: str, share: float) -> bool:
-    """Is this question set aside for evaluation? White space and case do not matter.
-
-    A smaller share (0 to 1) of all questions is a subset of a greater one.
+    White space and case count; the spellings that Unicode has of one text (NFC) are one. A smaller share (0 to 1) of
+    all texts is a subset of a greater one.
     """
-    value = int.from_bytes(blake2b(normalised(question).encode(), digest_size=8).digest(), "big")
-    return value / 2**64 < share
+    return digest_of(text) / 2**64 < share
 
 
 class Split:
-    """Collects distinct problems into a training and a held-out half until both have as many as asked."""
+    """Collects rows with distinct prompts into a training and a held-out half until both have as many as asked."""
 
-    def __init__(self, share: float, num_train: int | None, num_heldout: int | None) -> None:
-        """Start with two empty halves; a number of None keeps all."""
-        self.share = share
-        self.train: list[Problem] = []
-        self.heldout: list[Problem] = []
-        self._num_train = num_train
-        self._num_heldout = num_heldout
-        self._seen: set[str] = set()
+    def __init__(
+        self,
+        template: Template,
+        config: FileTask | ReasoningGymTask,
+        names: Sequence[str],
+        reads: Collection[str] | None,
+        codec: PromptCodec | None,
+    ) -> None:
+        """Start with two empty halves; the text of the columns `names` decides the half of a row."""
+        self._template, self._names, self._share = template, names, config.heldout_share
+        self._most = config.num_train or 2**63, config.num_heldout or MOST_HELDOUT
+        self.store = PromptStore(template.render, names, reads, codec)
+        self._halves, self._num_moved = (array("q"), array("q")), 0
+        self._seen, self._held = set[int](), set[int]()
+        """Hashes of the prompts that were offered, and of those that are held out."""
+        self.num_read = 0
 
     @property
     def num_distinct(self) -> int:
-        """Distinct questions offered so far."""
+        """Distinct prompts offered so far."""
         return len(self._seen)
 
     @property
-    def full(self) -> bool:
-        """Are both halves complete? Never, where all problems are kept."""
-        return len(self.train) == self._num_train and len(self.heldout) == self._num_heldout
+    def train(self) -> Prompts:
+        """Training prompts in the order of their rows."""
+        keys = self.store.keys
+        return Prompts(self.store, np.array([at for at in self._halves[0] if keys[at] not in self._held], np.int64))
 
-    def is_new(self, question: str) -> bool:
-        """Was this question never offered before? Marks it as offered."""
-        key = normalised(question)
-        if key in self._seen:
-            return False
+    @property
+    def heldout(self) -> Prompts:
+        """Held-out prompts in the order of their rows."""
+        return Prompts(self.store, np.array(self._halves[1], np.int64))
+
+    @property
+    def rows(self) -> str:
+        """What became of the rows."""
+        used, equal = sum(map(len, self._halves)) - self._num_moved, self.num_read - len(self._seen)
+        return f"{self.num_read} read, {used} used, {equal} equal to another, {len(self._seen) - used} skipped"
+
+    def has_room(self, *, held: bool) -> bool:
+        """Whether a half has fewer prompts than asked."""
+        return len(self._halves[held]) - (0 if held else self._num_moved) < self._most[held]
+
+    def offer(self, row: Mapping[str, Any], number: int, where: str, held: bool | None = None) -> None:
+        """Take in a row; `held` says its half if its hash does not.
+
+        Of rows with the same prompt (NFC) the first stands for all; if any of them is held out, none trains.
+
+        Raises:
+            TaskError: its prompt is empty, or the template does not fit.
+        """
+        text = self._template.render(row, where)
+        if not text.strip():
+            raise TaskError(f"{where}: its prompt is empty, {text!r}; mend the row, or see task.template")
+        if held is None:
+            held = held_out(hashed_text(row, self._names), self._share)
+        key = digest_of(text)
+        self.num_read += 1
+        if key in self._seen and (not held or key in self._held):
+            return
+        if held:
+            self._held.add(key)
+            self._num_moved += key in self._seen and key in self.store.keys
         self._seen.add(key)
-        return True
-
-    def room_for(self, question: str) -> list[Problem] | None:
-        """The half that this question belongs to, or None where that half is complete."""
-        if held_out(question, self.share):
-            return None if len(self.heldout) == self._num_heldout else self.heldout
-        return None if len(self.train) == self._num_train else self.train
+        if self.has_room(held=held):
+            self._halves[held].append(self.store.add(row, text, number, key))
 
 
 # --- rows of a file -----------------------------------------------------------------------------------
 
 
-def file_problems(config: FileTask) -> tuple[Split, list[str]]:
+def file_problems(
+    config: FileTask, reads: Collection[str] | None = None, codec: PromptCodec | None = None
+) -> tuple[Split, list[str]]:
     """Read and split the file: the two halves, and the names of the columns.
 
     Raises:
@@ -205,47 +275,40 @@ def file_problems(config: FileTask) -> tuple[Split, list[str]]:
     """
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
-    template = Template(config.template)
-    num_heldout = MOST_HELDOUT if config.num_heldout is None else config.num_heldout
-    split = Split(config.heldout_share, config.num_train, num_heldout)
-    columns: list[str] = []
-    if config.heldout_path:
-        # Held-out rows come first, so that a question in both files is held out and not trained on.
-        for question, problem in _problems(config.heldout_path, "task.heldout_path", config, template, columns):
-            if split.is_new(question) and len(split.heldout) != num_heldout:
-                split.heldout.append(problem)
-    for question, problem in _problems(config.path, "task.path", config, template, columns):
-        if not split.is_new(question):
-            continue
-        half = split.train if config.heldout_path else split.room_for(question)
-        if half is not None and (half is split.heldout or len(half) != config.num_train):
-            half.append(problem)
+    template = Template(f"{{{config.question_column}}}" if config.template is None else config.template)
+    split = Split(template, config, template.columns, reads, codec)
+    columns = dict[str, None]()
+    # Held-out rows come first, so that a prompt in both files is held out and not trained on.
+    files = [(config.heldout_path, "task.heldout_path", True)] if config.heldout_path else []
+    for path, key, held in (*files, (config.path, "task.path", False if files else None)):
+        for number, row in _rows(Path(path).expanduser(), key, template.columns, reads, columns):
+            where = f"{path}, row {number}"
+            if config.template is None:
+                _check_question(config, row, where)
+            split.offer(row, number, where, held)
+    split.store.flush()
     _check_sizes(config, split)
-    return split, columns
+    return split, list(columns)
 
 
-def _problems(
-    path: str, key: str, config: FileTask, template: Template, columns: list[str]
-) -> Iterator[tuple[str, Problem]]:
-    """Yield every row with its question; fill `columns` in the order they first appear."""
-    for number, row in _rows(Path(path).expanduser(), key):
-        columns.extend(name for name in row if name not in columns)
-        where = f"{path}, row {number}"
-        if config.question_column not in row:
-            raise TaskError(
-                f"task.question_column = '{config.question_column}' is not in {where}; "
-                f"{among_known(config.question_column, row)}"
-            )
-        question = row[config.question_column]
-        if not isinstance(question, str) or not normalised(question):
-            raise TaskError(
-                f"{where}: '{config.question_column}' must be text and not empty, it is {str(question)[:80]!r}; mend "
-                "the row, or name another task.question_column"
-            )
-        yield question, Problem(question, template.render(row, where), json_safe(row), number)
+def _check_question(config: FileTask, row: Mapping[str, Any], where: str) -> None:
+    if config.question_column not in row:
+        raise TaskError(
+            f"task.question_column = '{config.question_column}' is not in {where}; "
+            f"{among_known(config.question_column, row)}"
+        )
+    question = row[config.question_column]
+    if not isinstance(question, str) or not question.strip():
+        raise TaskError(
+            f"{where}: '{config.question_column}' must be text and not empty, it is {str(question)[:80]!r}; mend "
+            "the row, or name another task.question_column"
+        )
 
 
-def _rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _rows(
+    path: Path, key: str, needed: Sequence[str], reads: Collection[str] | None, columns: dict[str, None]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield every row with its number, from Parquet the columns in `needed` and `reads` alone; add all to `columns`."""
     try:
         is_file = path.is_file()
     except OSError as error:  # a folder that may not be entered, a name that is too long
@@ -254,30 +317,69 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         what = "is a folder, not a file" if path.is_dir() else "is not there"
         raise TaskError(f"{key}: {path.absolute()} {what}; give a .jsonl, .ndjson or .parquet file")
     if path.suffix == ".parquet":
-        import pyarrow as pa  # only where needed: loading a configuration stays light
-        import pyarrow.parquet as pq
-
-        try:
-            rows = pq.read_table(path).to_pylist()
-        except (pa.ArrowException, OSError, ValueError) as error:  # the last of text that is not UTF-8
-            raise TaskError(f"{key}: {path} is not a Parquet file that can be read: {error}") from error
-        yield from enumerate(rows, start=1)
+        yield from _parquet_rows(path, key, needed, reads, columns)
     elif path.suffix in (".jsonl", ".ndjson"):
         try:
             with path.open("rb") as lines:  # decoded line by line, so that a mistake has a line
                 for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield number, _json_row(line, f"{key}: {path}, line {number}", is_first=number == 1)
+                    # an editor may have put a mark of the order of bytes before the first line
+                    if text := (line if number > 1 else line.removeprefix(codecs.BOM_UTF8)).strip():
+                        row = _json_row(text, f"{key}: {path}, line {number}")
+                        columns.update(dict.fromkeys(row))
+                        yield number, row
         except OSError as error:
             raise TaskError(f"{key}: {path} cannot be read: {error.strerror}") from error
     else:
         raise TaskError(f"{key}: {path} ends in '{path.suffix}'; it must be .jsonl, .ndjson or .parquet")
 
 
-def _json_row(line: bytes, where: str, *, is_first: bool) -> Mapping[str, Any]:
+def _parquet_rows(
+    path: Path, key: str, needed: Sequence[str], reads: Collection[str] | None, columns: dict[str, None]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    import pyarrow as pa  # only where needed: loading a configuration stays light
+    import pyarrow.parquet as pq
+
     try:
-        # an editor may have put a mark of the order of bytes before the first line
-        text = line.decode("utf-8-sig" if is_first else "utf-8").strip()
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns.update(dict.fromkeys(names))
+            if reads is not None and set(needed) <= set(names):  # else the error says which there are
+                names = [name for name in names if name in reads or name in needed]
+            numbers = count(1)
+            for batch in file.iter_batches(_BATCH_ROWS, columns=names):
+                for row in zip(*map(_values, batch.columns), strict=True):
+                    yield next(numbers), dict(zip(batch.schema.names, row, strict=True))
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:  # the last of a time zone
+        raise TaskError(f"{key}: {path} is not a Parquet file that can be read: {error}") from error
+
+
+def _values(column: pa.Array) -> list[Any]:
+    kind = _readable(column.type)
+    values: list[Any] = (column if kind == column.type else column.cast(kind, safe=False)).to_pylist()
+    return [json_safe(each) if isinstance(each, bytes) else each for each in values]
+
+
+def _readable(kind: pa.DataType) -> pa.DataType:
+    """Return a type with the microseconds of Python's times in place of nanoseconds."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.StructType):
+        return pa.struct([field.with_type(_readable(field.type)) for field in kind])
+    if isinstance(kind, pa.MapType):
+        return pa.map_(_readable(kind.key_type), _readable(kind.item_type))
+    if hasattr(kind, "value_type"):
+        inner = _readable(kind.value_type)
+        return inner if isinstance(kind, pa.DictionaryType) else pa.list_(inner)
+    if getattr(kind, "unit", "") != "ns":
+        return kind
+    return (
+        pa.timestamp("us", kind.tz) if isinstance(kind, pa.TimestampType) else pa.type_for_alias(f"{kind}"[:-3] + "us]")
+    )
+
+
+def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        text = line.decode()
         row = json.loads(text)
         if "\\ud" in text.lower() or text.count("[") + text.count("{") > _SHALLOW:
             # half of a surrogate pair can be read and not written again, and so what is nested deeply

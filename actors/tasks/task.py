@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import os
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from decimal import Decimal
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from actors.tasks.config import FileTask, ReasoningGymTask, RewardModel, RewardRule
 from common.user_input import did_you_mean
 
-MOST_LOOKED_AT = 10_000
-"""Prompts whose length is looked at before a run starts; its actors look at all."""
-MOST_CHARACTERS = 4_000_000
-"""Of those prompts together; the longest is looked at even if it has more."""
+MOST_LOOKED_AT = 50_000
+"""Prompts that are tokenised before a run starts; its actors tokenise all."""
+MOST_BYTES = 8_000_000
+"""UTF-8 bytes of those prompts together; the longest is looked at even if it has more."""
+PROMPTS = "prompts"
+"""Among the names of columns that a process reads: the text of the prompt."""
+_AT_ONCE_CHARACTERS = 2**18
+"""Characters that each core tokenises at once; a tokenizer takes some hundred bytes for each token."""
 
 
 class TaskError(ValueError):
@@ -56,15 +69,16 @@ class Problem:
     """One prompt and what is known of it."""
 
     question: str
-    """What the split hashed."""
+    """What the split hashed, if the process keeps it; else the text."""
     text: str
-    """The prompt after the template, before any chat template: what reward functions get."""
+    """The prompt after the template, before any chat template: what reward functions get. Decoded from the tokens in an
+    actor whose rewards do not read it."""
     columns: Mapping[str, Any]
-    """JSON-safe: what reward functions get, and what is stored with every trajectory."""
+    """JSON-safe: what reward functions get, and what is stored with every trajectory; in an actor what they read."""
     index: int = 0
     """Of the item in its dataset, or of the row in its file."""
     token_ids: list[int] = field(default_factory=list)
-    """The encoded prompt; empty until `Task.encoded`."""
+    """The encoded prompt; empty if the task was loaded without a tokenizer."""
 
 
 Call = Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
@@ -96,12 +110,96 @@ class TaskFacts:
     num_train: int
     num_heldout: int
     fingerprint: str
+    rows: str = ""
+    """How many rows were read, used, equal to another and skipped."""
     teacher_of_prompt: bytes = b""
     """Of each training prompt the number of its teacher among those that were asked for; empty where none were."""
     end_of_turn: tuple[int, str] | None = None
     """The token that the chat template puts behind an answer, and its text; None where there is none."""
     column_digests: Mapping[str, str] = field(default_factory=dict)
     """By column: equal if reward functions read the same of every prompt. A process of the run leaves it empty."""
+
+
+class PromptStore:
+    """Prompts in a few bytes each: token ids as int32, columns as JSON. A `Problem` is made anew each time."""
+
+    def __init__(
+        self,
+        render: Callable[[Mapping[str, Any]], str] = str,
+        names: Sequence[str] = (),
+        reads: Collection[str] | None = (),
+        codec: PromptCodec | None = None,
+    ) -> None:
+        """Keep the columns `reads` of rows (None: all), and with a codec the tokens of their prompts.
+
+        `render` makes a prompt of a row, and the split hashes the columns `names`.
+        """
+        self._has_text = reads is None or PROMPTS in reads
+        self._reads = None if reads is None else {*reads, *(names if self._has_text else ())}
+        self._render, self._names, self._codec = render, names, codec
+        self._rows, self._json, self._ends = array("I"), bytearray(), array("q", [0])
+        self.ids, self.id_ends = array("i"), array("q", [0])
+        self.sizes, self.keys = array("i"), array("Q")
+        """UTF-8 bytes of each prompt, and a hash of it in NFC."""
+        self._pending: list[str] = []
+        self._num_pending, self._num_cores, self.tokenising_s = 0, len(os.sched_getaffinity(0)), 0.0
+
+    def add(self, row: Mapping[str, Any], text: str, number: int = 0, key: int = 0) -> int:
+        """Keep a row, the `number`-th of its data, whose prompt is `text` with the hash `key`; return its place."""
+        if self._reads is not None:
+            row = {name: value for name, value in row.items() if name in self._reads}
+        kept = _to_json(row)
+        if self._has_text and not all(isinstance(row.get(name), str) for name in self._names):
+            # a decimal, say, is printed otherwise than the number that is kept of it
+            kept = kept if self._render(json.loads(kept)) == text else _to_json({**row, "": text})
+        self._json += kept.encode()
+        for values, value in (
+            (self._ends, len(self._json)), (self._rows, number), (self.sizes, len(text.encode())), (self.keys, key)
+        ):  # fmt: skip
+            values.append(value)
+        self._pending.append(text)
+        self._num_pending += len(text)
+        if self._num_pending > _AT_ONCE_CHARACTERS * self._num_cores:
+            self.flush()
+        return len(self.keys) - 1
+
+    def flush(self) -> None:
+        """Tokenise what was added, on all cores: a tokenizer computes without the GIL."""
+        texts, self._pending, self._num_pending = self._pending, [], 0
+        if self._codec is None or not texts:
+            return
+        started_s, size = time.perf_counter(), 1 + len(texts) // (8 * self._num_cores)
+        with ThreadPoolExecutor(self._num_cores) as pool:
+            for found in pool.map(self._codec.encode, (texts[at : at + size] for at in range(0, len(texts), size))):
+                for ids in found:
+                    self.ids.extend(ids)
+                    self.id_ends.append(len(self.ids))
+        self.tokenising_s += time.perf_counter() - started_s
+
+    def problem(self, place: int) -> Problem:
+        """Return the row at this place, with columns of its own."""
+        columns = json.loads(self._json[self._ends[place] : self._ends[place + 1]])
+        ids, text = list[int](), columns.pop("", "") if self._has_text else ""
+        if self._codec is not None:
+            ids = self.ids[self.id_ends[place] : self.id_ends[place + 1]].tolist()
+            text = text if self._has_text else self._codec.decode(ids)
+        text = text or self._render(columns)
+        is_hashed = self._reads is None or self._reads.issuperset(self._names)
+        return Problem(hashed_text(columns, self._names) if is_hashed else text, text, columns, self._rows[place], ids)
+
+
+class Prompts(Sequence[Problem]):
+    """Some prompts of a store, by their places."""
+
+    def __init__(self, store: PromptStore, places: npt.NDArray[np.int64]) -> None:
+        self.store, self.places = store, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 -- a problem, or of a slice some prompts
+        places = self.places[index]
+        return Prompts(self.store, places) if isinstance(index, slice) else self.store.problem(int(places))
 
 
 @dataclass(frozen=True)
@@ -111,6 +209,7 @@ class Task:
     train: Sequence[Problem]
     heldout: Sequence[Problem]
     rewards: tuple[RewardFunction, ...]
+    rows: str = ""
 
     def prompt(self, prompt_id: int) -> Problem:
         """The training problem of this id.
@@ -127,90 +226,97 @@ class Task:
 
     def facts(self, teacher_of_prompt: bytes = b"") -> TaskFacts:
         """Sizes, teachers, and a hash over every prompt and its teacher."""
-        digest = blake2b(digest_size=8)
-        for problem in (*self.train, *self.heldout):
-            digest.update(problem.text.encode() + b"\0")
+        digest = blake2b(b"%d " % len(self.train), digest_size=8)
+        for values in (self.train.store.keys, self.train.store.sizes) if isinstance(self.train, Prompts) else ():
+            digest.update(np.array(values)[self._places].tobytes())
         digest.update(teacher_of_prompt)
-        return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest(), teacher_of_prompt)
+        return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest(), self.rows, teacher_of_prompt)
 
     def column_digests(self) -> dict[str, str]:
         """Return a digest of each column over all prompts."""
         found: dict[str, xxhash.xxh3_128] = {}
-        for number, problem in enumerate((*self.train, *self.heldout)):
+        for number, problem in enumerate(chain(self.train, self.heldout)):
             for name, value in problem.columns.items():
                 entry = msgspec.json.encode((number, value), order="deterministic")
                 found.setdefault(name, xxhash.xxh3_128()).update(entry)
         return {name: digest.hexdigest() for name, digest in found.items()}
 
-    def encoded(self, encode: Callable[[list[str]], list[list[int]]], max_prompt_tokens: int) -> Task:
-        """The same task with every prompt turned into token ids.
+    @property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Of training prompts and then of held-out ones."""
+        halves = [each for each in (self.train, self.heldout) if isinstance(each, Prompts)]
+        return np.concatenate([half.places for half in halves])
+
+    def check_lengths(self, max_prompt_tokens: int) -> None:
+        """See that no prompt is empty or too long.
 
         Raises:
-            TaskError: prompts are empty or too long; says how many, names the longest and what it needs.
+            TaskError: says how many are, names the longest and what it needs.
         """
-        train = encode([problem.text for problem in self.train])
-        heldout = encode([problem.text for problem in self.heldout])
-        self._check_lengths(dict(enumerate([*train, *heldout])), max_prompt_tokens)
-        return replace(self, train=_with_ids(self.train, train), heldout=_with_ids(self.heldout, heldout))
+        assert isinstance(self.train, Prompts), "it was loaded"
+        lengths = np.diff(self.train.store.id_ends)[self._places]
+        self._check_lengths(np.arange(len(lengths)), lengths, max_prompt_tokens)
 
     def check_prompts(self, codec: PromptCodec, max_prompt_tokens: int, vocab_size: int) -> None:
-        """Look at as many prompts as a few seconds allow: the longest by characters, and others evenly spread.
+        """Look at as many prompts as a few seconds allow, the longest by UTF-8 bytes.
 
         Raises:
-            TaskError: as `encoded`; or the tokenizer has more tokens than the model.
+            TaskError: as `check_lengths`; or the tokenizer has more tokens than the model.
         """
-        everyone = [*self.train, *self.heldout]
-        longest = sorted(range(len(everyone)), key=lambda index: -len(everyone[index].text))
-        spread = range(0, len(everyone), 1 + len(everyone) // MOST_LOOKED_AT)
-        chosen: dict[int, str] = {}
-        left = MOST_CHARACTERS
-        for index in (*longest[: MOST_LOOKED_AT // 2], *spread):
-            left -= len(everyone[index].text) * (index not in chosen)
-            if chosen and (left < 0 or len(chosen) == MOST_LOOKED_AT):
-                break
+        assert isinstance(self.train, Prompts), "it was loaded"
+        sizes = np.array(self.train.store.sizes)[self._places].astype(np.int64)
+        order = np.argsort(-sizes, kind="stable")[:MOST_LOOKED_AT]
+        order = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), MOST_BYTES, "right")))]
+        tried = PromptStore(codec=codec)
+        for place in self._places[order].tolist():
             # no token has so many characters; the rest of a text that is longer need not be looked at
-            chosen[index] = everyone[index].text[: 1000 * (max_prompt_tokens + 1)]
-        encoded = dict(zip(chosen, codec.encode(list(chosen.values())), strict=True))
-        self._check_lengths(encoded, max_prompt_tokens)
-        greatest = max(max(ids) for ids in encoded.values())
-        if greatest >= vocab_size:
+            tried.add({}, self.train.store.problem(place).text[: 1000 * (max_prompt_tokens + 1)])
+        tried.flush()
+        self._check_lengths(order, np.diff(tried.id_ends), max_prompt_tokens)
+        if (greatest := max(tried.ids)) >= vocab_size:
             raise TaskError(
                 f"the tokenizer makes token {greatest} of a prompt, and the model has a vocabulary of {vocab_size}: it "
                 "is of another model; put the model's own tokenizer into its folder"
             )
 
-    def _check_lengths(self, encoded: Mapping[int, list[int]], most: int) -> None:
+    def _check_lengths(self, indices: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], most: int) -> None:
         """Of the prompts of these numbers, training ones first."""
-        everyone = [*self.train, *self.heldout]
-        wrong = {index: len(ids) for index, ids in encoded.items() if not 0 < len(ids) <= most}
-        if not wrong:
+        wrong = np.flatnonzero((lengths == 0) | (lengths > most))
+        if not len(wrong):
             return
-        seen = f"the {len(encoded)} that were looked at of " if len(encoded) < len(everyone) else ""
-        of_all = f"of {seen}the task's {len(everyone)} prompts"
-        index, length = max(wrong.items(), key=lambda each: each[1])
-        problem, rank = everyone[index], index - len(self.train)
+        num_all = len(self.train) + len(self.heldout)
+        seen = f"the {len(indices)} that were looked at of " if len(indices) < num_all else ""
+        of_all = f"of {seen}the task's {num_all} prompts"
+        worst = wrong[np.argmax(lengths[wrong])]
+        index, length = int(indices[worst]), int(lengths[worst])
+        rank = index - len(self.train)
         name = f"held-out prompt {rank}" if rank >= 0 else f"training prompt {index}"
+        text = (self.heldout[rank] if rank >= 0 else self.train[index]).text[:80]
         if length == 0:
             raise TaskError(
-                f"{len(wrong)} {of_all} have no token at all, {name} the first ({problem.question[:80]!r}): see "
-                "task.template"
+                f"{len(wrong)} {of_all} have no token at all, {name} the first ({text!r}): see task.template"
             )
-        num_long = sum(length > most for length in wrong.values())
         raise TaskError(
-            f"{num_long} {of_all} are longer than actors.max_prompt_tokens = {most}; the longest, {name}, has {length} "
-            f"tokens: {problem.text[:80]!r}. Set actors.max_prompt_tokens = {length}, shorten task.template, or take "
-            "the long questions out of the data"
+            f"{(lengths > most).sum()} {of_all} are longer than actors.max_prompt_tokens = {most}; the longest, "
+            f"{name}, has {length} tokens: {text!r}. Set actors.max_prompt_tokens = {length}, shorten task.template, "
+            "or take the long questions out of the data"
         )
 
 
-def _with_ids(problems: Sequence[Problem], token_ids: list[list[int]]) -> list[Problem]:
-    return [replace(problem, token_ids=ids) for problem, ids in zip(problems, token_ids, strict=True)]
+def digest_of(text: str) -> int:
+    """Return a hash of 64 bits of the NFC text."""
+    return int.from_bytes(blake2b(normalize("NFC", text).encode(), digest_size=8).digest(), "big")
 
 
-def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy made of JSON types only: tuples become lists, numbers of numpy plain, anything else its text."""
-    safe: dict[str, Any] = json.loads(json.dumps(row, default=_plain, skipkeys=True))
-    return safe
+def hashed_text(row: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return the text of some columns of a row; of a single one it is that text itself."""
+    values = (row.get(name, "") for name in names)
+    return "\0".join(value if isinstance(value, str) else _to_json(value) for value in values)
+
+
+def json_safe(value: Any) -> Any:  # noqa: ANN401 -- any JSON
+    """Return a copy made of JSON types only: tuples become lists, numbers plain, anything else its text."""
+    return json.loads(_to_json(value))
 
 
 def _plain(value: object) -> object:
@@ -218,10 +324,13 @@ def _plain(value: object) -> object:
         return sorted(value, key=str)
     if hasattr(value, "tolist"):  # numpy scalars and arrays
         return value.tolist()
-    if hasattr(value, "isoformat"):  # dates and times
-        return value.isoformat()
-    return str(value)
+    if isinstance(value, Decimal):  # a number, unless a float would be another one
+        number = int(value) if value.as_tuple().exponent == 0 else float(value)
+        return number if Decimal(repr(number)) == value else str(value)
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
+
+_to_json = json.JSONEncoder(default=_plain, skipkeys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
 """Of which a folder with a tokenizer has at least one."""

@@ -202,7 +202,9 @@ class DelayedRun:
             for parameter, value in zip(self._behaviour.parameters(), values, strict=True):
                 parameter.copy_(value)
 
-    def _answers(self, problems: list[Problem], size: int, random: torch.Generator | None) -> tuple[Samples, Tensor]:
+    def _answers(
+        self, problems: Sequence[Problem], size: int, random: torch.Generator | None
+    ) -> tuple[Samples, Tensor]:
         """Completions of the sampler's policy, and their rewards."""
         prompts = [self._tokenizer.encode(problem.text, add_special_tokens=False) for problem in problems]
         samples = self._sampler.sample(prompts, size, random)

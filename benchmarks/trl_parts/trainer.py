@@ -63,7 +63,7 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
             now_s = time.perf_counter()
             self.steps_s.append(now_s - self.began_s - self.paused_s)
             if made.actors.eval_every and len(self.steps_s) % made.actors.eval_every == 0:
-                problems = task.heldout[: made.actors.eval_problems]
+                problems = task.heldout[: made.actors.eval_problems or 256]
                 self.accuracies.append((self.steps_s[-1], _accuracy(model, codec, functions, problems, made)))
                 self.paused_s += time.perf_counter() - now_s
 

@@ -17,7 +17,8 @@ import pytest
 from actors.sandbox import why_not_cut
 from actors.tasks import TaskError, check_task, functions, held_out, load_reward, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
-from actors.tasks.task import json_safe
+from actors.tasks.prompts import Template, file_problems
+from actors.tasks.task import PROMPTS, Task, json_safe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -46,7 +47,7 @@ def rewards(tmp_path):
 def file_task(tmp_path, rewards):
     path = tmp_path / "sums.jsonl"
     rows = [{"question": f"{a} + 1 ?", "answer": str(a + 1), "level": {"digits": 1}} for a in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "question": " 0 +1 ? "}]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "question": " 0 +1 ? "}, rows[1]]))
     return FileTask(type="file", path=str(path), rewards=(f"{rewards}:exact", f"{rewards}:short"))
 
 
@@ -57,7 +58,6 @@ def test_the_split_is_by_question_so_seeds_and_templates_share_no_held_out_quest
     train = {problem.question for task in (one, two) for problem in task.train}
     assert not heldout & train
     assert all(held_out(question, 0.125) for question in heldout)
-    assert held_out("42 - 25 = ?", 0.5) == held_out("42-25=?", 0.5) == held_out(" 42 -\n25 = ?", 0.5)
     shares = [sum(held_out(str(n), share) for n in range(4000)) / 4000 for share in (0.125, 0.5)]
     assert shares == pytest.approx([0.125, 0.5], abs=0.03)
 
@@ -90,7 +90,8 @@ def test_chain_sum_is_scored_by_the_dataset_on_what_the_template_asks():
 
 def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(file_task):
     task = load_task(file_task)
-    assert len(task.train) + len(task.heldout) == 60
+    assert len(task.train) + len(task.heldout) == 61
+    assert task.rows == "62 read, 61 used, 1 equal to another, 0 skipped", "white space counts"
     assert all(held_out(problem.question, 0.125) for problem in task.heldout)
     exact, short = task.rewards
     assert (exact.name, short.name) == ("exact", "short")
@@ -185,7 +186,7 @@ def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_p
         ({"rewards": (f"{rewards}:exat",)}, "defines no 'exat'.*did you mean 'exact'"),
         ({"rewards": (f"{rewards}:needs",)}, "needs an argument 'anwser'.*did you mean 'answer'"),
         ({"rewards": (f"{rewards}:exact", f"{rewards}:exact")}, "twice"),
-        ({"num_train": 500}, "only 60 distinct questions"),
+        ({"num_train": 500}, "only 61 distinct questions"),
     ):
         with pytest.raises(TaskError, match=message):
             check_task(file_task.model_copy(update=changes))
@@ -197,19 +198,30 @@ def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_p
 
 
 def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_what_it_needs(file_task):
-    def encode(texts):
-        return [list(text.encode()) for text in texts]
+    class Letters:
+        def encode(self, texts):
+            return [list(text.encode()) for text in texts]
 
-    task = load_task(file_task.model_copy(update={"heldout_share": 0.5}))
-    lengths = [len(problem.text) for problem in (*task.train, *task.heldout)]
+    class Nothing(Letters):
+        def encode(self, texts):
+            return [[] for _ in texts]
+
+    def task(codec):
+        split, _ = file_problems(file_task.model_copy(update={"heldout_share": 0.5}), None, codec)
+        return Task(split.train, split.heldout, ())
+
+    whole = task(Letters())
+    lengths = [len(problem.text) for problem in (*whole.train, *whole.heldout)]
     assert sorted(set(lengths)) == [7, 8], "one digit or two"
-    with pytest.raises(TaskError, match=rf"^{lengths.count(8)} of the task's 60 prompts are longer .* = 7; .* has 8"):
-        task.encoded(encode, 7)
+    with pytest.raises(TaskError, match=rf"^{lengths.count(8)} of the task's 61 prompts are longer .* = 7; .* has 8"):
+        whole.check_lengths(7)
     with pytest.raises(TaskError, match=r"max_prompt_tokens = 8, shorten"):
-        task.encoded(encode, 5)
-    with pytest.raises(TaskError, match=r"^60 of the task's 60 prompts have no token at all, training prompt 0 "):
-        task.encoded(lambda texts: [[] for _ in texts], 5)
-    assert [problem.token_ids for problem in task.encoded(encode, 8).train] == encode([p.text for p in task.train])
+        whole.check_lengths(5)
+    with pytest.raises(TaskError, match=r"^61 of the task's 61 prompts have no token at all, training prompt 0 "):
+        task(Nothing()).check_lengths(5)
+    whole.check_lengths(8)
+    for half in (whole.train, whole.heldout):
+        assert [problem.token_ids for problem in half] == Letters().encode([problem.text for problem in half])
 
 
 def test_the_check_before_a_run_finds_prompts_that_are_too_long_for_the_models_tokenizer():
@@ -231,14 +243,14 @@ def test_the_check_before_a_run_looks_at_some_prompts_of_many_and_always_at_the_
             return [list(text.encode()) for text in texts]
 
     task = load_task(file_task.model_copy(update={"heldout_share": 0.5}))
-    for key, value in (("MOST_LOOKED_AT", 8), ("MOST_CHARACTERS", 20)):
+    for key, value in (("MOST_LOOKED_AT", 8), ("MOST_BYTES", 20)):
         monkeypatch.setattr(f"actors.tasks.task.{key}", value)
         Letters.seen.clear()
         task.check_prompts(Letters(), 8, 256)
         assert 1 < len(Letters.seen) <= 8
         assert len(Letters.seen[0]) == 8
     assert sum(map(len, Letters.seen)) <= 20
-    with pytest.raises(TaskError, match=r"^2 of the 2 that were looked at of the task's 60 prompts .* = 7; .* has 8"):
+    with pytest.raises(TaskError, match=r"^2 of the 2 that were looked at of the task's 61 prompts .* = 7; .* has 8"):
         task.check_prompts(Letters(), 7, 256)
 
 
