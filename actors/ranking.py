@@ -64,7 +64,7 @@ class Features:
     def __init__(self, problems: Sequence[Problem]) -> None:
         """Of encoded prompts."""
         lengths = np.array([len(problem.token_ids) for problem in problems])
-        self._tokens = np.concatenate([np.asarray(problem.token_ids, np.uint64) for problem in problems])
+        self._tokens = np.concatenate([np.asarray(problem.token_ids, np.int32) for problem in problems])
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         names = sorted(name for name in problems[0].columns if _is_number(problems, name))
         columns = [np.log1p(lengths), *([float(each.columns[name]) for each in problems] for name in names)]
@@ -81,7 +81,7 @@ class Features:
         """A row for each of some prompts: 1 for each n-gram that it has, then its numbers."""
         lengths = np.diff(self._bounds)[prompts]
         starts = np.repeat(self._bounds[prompts] - np.cumsum(lengths) + lengths, lengths)
-        tokens = self._tokens[starts + np.arange(len(starts))]
+        tokens = self._tokens[starts + np.arange(len(starts))].astype(np.uint64)
         row_of = np.repeat(np.arange(len(prompts)), lengths)
         which, hashes, hashed = [], [], np.zeros(len(tokens), np.uint64)
         for order in range(LONGEST_NGRAM):

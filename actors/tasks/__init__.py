@@ -64,7 +64,7 @@ def check_task(
     """
     reads = None if teachers else _read_columns(config)
     split, columns = _problems(config, None if reads is None else {*reads, PROMPTS})
-    task = Task(split.train, split.heldout, (), split.rows)
+    task = Task(split.train, split.heldout, (), split.rows, split.store)
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
     for name in config.rewards:
@@ -105,27 +105,19 @@ def _check_named(
 def load_encoded(
     config: TaskConfig, model_path: Path, max_prompt_tokens: int, *, all_columns: bool = False
 ) -> tuple[Task, PromptCodec]:
-    """Return a task with encoded prompts, as actors have it, and the codec that encoded them; errors as of both.
-
-    Prompts have the columns that rewards read, unless all are asked for.
-    """
-    started_s, codec = time.perf_counter(), PromptCodec(model_path, config.chat, config.system_prompt)
-    task, tokenising_s = _load(config, None if all_columns else _read_columns(config), codec)
+    """Return a task with encoded prompts and the columns that rewards read, as actors have it, and its codec."""
+    codec = PromptCodec(model_path, config.chat, config.system_prompt)
+    started_s = time.perf_counter()
+    task = load_task(config, None if all_columns else _read_columns(config), codec)
     task.check_lengths(max_prompt_tokens)
+    tokenising_s = 0.0 if task.store is None else task.store.tokenising_s
     read_s = time.perf_counter() - started_s - tokenising_s
     _log.info("rows: %s, in %.1f s; tokenised in %.1f s more", task.rows, read_s, tokenising_s)
     return task, codec
 
 
-def load_task(config: ReasoningGymTask | FileTask) -> Task:
-    """The task itself, its prompts not encoded, its rewards not yet loaded; TaskError as `check_task`."""
-    return _load(config, None, None)[0]
-
-
-def _load(
-    config: ReasoningGymTask | FileTask, reads: Collection[str] | None, codec: PromptCodec | None
-) -> tuple[Task, float]:
-    """Return the task and the seconds that its tokens took."""
+def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: PromptCodec | None = None) -> Task:
+    """The task with these columns (None: all), its rewards not yet loaded; TaskError as `check_task`."""
     split, columns = _problems(config, reads, codec)
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
@@ -136,7 +128,7 @@ def _load(
     if not rewards:
         assert isinstance(config, ReasoningGymTask), "a file task without rewards was refused before"
         rewards = [RewardFunction(config.name, config, columns)]
-    return Task(split.train, split.heldout, tuple(rewards), split.rows), split.store.tokenising_s
+    return Task(split.train, split.heldout, tuple(rewards), split.rows, split.store)
 
 
 def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:

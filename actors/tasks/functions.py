@@ -77,19 +77,13 @@ def _parsed(reference: str) -> ast.Module:
 
 
 def arguments_of(reference: str) -> frozenset[str] | None:
-    """Return the names of what a function takes, without running its file; None if that may be every column.
-
-    Raises:
-        TaskError: as `check_functions`.
-    """
-    name = reference.rpartition(":")[2]
-    named = [node for node in ast.walk(_parsed(reference)) if getattr(node, "name", None) == name]
-    if len(named) != 1 or not isinstance(node := named[0], ast.FunctionDef | ast.AsyncFunctionDef):
-        return None  # assigned, imported or defined twice
-    arguments = node.args
-    if arguments.kwarg or node.decorator_list:
+    """Return the names of what a function takes, without running its file; None if that may be every column."""
+    name, tree = reference.rpartition(":")[2], ast.walk(_parsed(reference))
+    named = [node for node in tree if name in (getattr(node, each, None) for each in ("name", "asname", "id"))]
+    node = named[0] if len(named) == 1 else None  # else it is assigned, imported, defined twice, or used in the file
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.args.kwarg or node.decorator_list:
         return None
-    return frozenset(one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    return frozenset(one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
 
 
 def _check_definition(tree: ast.Module, reference: str, function: str, columns: Collection[str]) -> None:

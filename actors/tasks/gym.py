@@ -17,7 +17,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from actors.tasks.config import ReasoningGymTask
-from actors.tasks.prompts import Split, Template
+from actors.tasks.prompts import Split
 from actors.tasks.task import Problem, PromptCodec, TaskError, among_known
 
 COLUMNS = ("question", "answer", "metadata")
@@ -40,20 +40,19 @@ def gym_problems(
         TaskError: no such dataset or parameter, the template does not fit, or too few distinct questions.
     """
     dataset = _dataset(config)
-    split = Split(Template(config.template or "{question}"), config, ["question"], reads, codec)
+    split = Split(config.template or "{question}", config, ("question",), reads, codec)
     limit = min(_most_items(config), dataset.size)
     num_distinct, last_new = 0, 0
     while split.has_room(held=False) or split.has_room(held=True):
         number = split.num_read
         stalled = number - last_new > _PATIENCE_ITEMS + num_distinct
         if stalled or number >= limit:
-            raise TaskError(_too_few(config, split))
+            raise TaskError(_too_few(config, split.finish()))
         item = _item(dataset, number, config.name)
         split.offer({name: item[name] for name in COLUMNS}, number, f"{config.name} item {number}")
         if split.num_distinct > num_distinct:
             num_distinct, last_new = split.num_distinct, split.num_read
-    split.store.flush()
-    return split
+    return split.finish()
 
 
 def _most_items(config: ReasoningGymTask) -> int:

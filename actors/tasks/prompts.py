@@ -29,8 +29,8 @@ from actors.tasks.config import MOST_HELDOUT, FileTask, ReasoningGymTask
 from actors.tasks.task import (
     Problem,
     PromptCodec,
-    Prompts,
     PromptStore,
+    StoredPrompts,
     TaskError,
     among_known,
     digest_of,
@@ -195,17 +195,14 @@ class Split:
     """Collects rows with distinct prompts into a training and a held-out half until both have as many as asked."""
 
     def __init__(
-        self,
-        template: Template,
-        config: FileTask | ReasoningGymTask,
-        names: Sequence[str],
-        reads: Collection[str] | None,
+        self, text: str, config: FileTask | ReasoningGymTask, names: Sequence[str], reads: Collection[str] | None,
         codec: PromptCodec | None,
-    ) -> None:
-        """Start with two empty halves; the text of the columns `names` decides the half of a row."""
-        self._template, self._names, self._share = template, names, config.heldout_share
+    ) -> None:  # fmt: skip
+        """Start with two empty halves; `text` is the template, or empty, and `names` the columns that are hashed."""
+        self.template = Template(text)
+        self._names, self._share = names or self.template.columns, config.heldout_share
         self._most = config.num_train or 2**63, config.num_heldout or MOST_HELDOUT
-        self.store = PromptStore(template.render, names, reads, codec)
+        self.store = PromptStore(self.template.render, self._names, reads, codec)
         self._halves, self._num_moved = (array("q"), array("q")), 0
         self._seen, self._held = set[int](), set[int]()
         """Hashes of the prompts that were offered, and of those that are held out."""
@@ -216,22 +213,16 @@ class Split:
         """Distinct prompts offered so far."""
         return len(self._seen)
 
-    @property
-    def train(self) -> Prompts:
-        """Training prompts in the order of their rows."""
-        keys = self.store.keys
-        return Prompts(self.store, np.array([at for at in self._halves[0] if keys[at] not in self._held], np.int64))
-
-    @property
-    def heldout(self) -> Prompts:
-        """Held-out prompts in the order of their rows."""
-        return Prompts(self.store, np.array(self._halves[1], np.int64))
-
-    @property
-    def rows(self) -> str:
-        """What became of the rows."""
-        used, equal = sum(map(len, self._halves)) - self._num_moved, self.num_read - len(self._seen)
-        return f"{self.num_read} read, {used} used, {equal} equal to another, {len(self._seen) - used} skipped"
+    def finish(self) -> Split:
+        """Tokenise the rest, and make the halves, in the order of their rows."""
+        self.store.flush()
+        train = [at for at in self._halves[0] if self.store.keys[at] not in self._held]
+        self.train, self.heldout = (
+            StoredPrompts(self.store, np.array(each, np.int64)) for each in (train, self._halves[1])
+        )
+        used, equal = len(train) + len(self.heldout), self.num_read - len(self._seen)
+        self.rows = f"{self.num_read} read, {used} used, {equal} equal to another, {len(self._seen) - used} skipped"
+        return self
 
     def has_room(self, *, held: bool) -> bool:
         """Whether a half has fewer prompts than asked."""
@@ -245,7 +236,7 @@ class Split:
         Raises:
             TaskError: its prompt is empty, or the template does not fit.
         """
-        text = self._template.render(row, where)
+        text = self.template.render(row, where)
         if not text.strip():
             raise TaskError(f"{where}: its prompt is empty, {text!r}; mend the row, or see task.template")
         if held is None:
@@ -275,19 +266,17 @@ def file_problems(
     """
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
-    template = Template(f"{{{config.question_column}}}" if config.template is None else config.template)
-    split = Split(template, config, template.columns, reads, codec)
+    split = Split(config.template or f"{{{config.question_column}}}", config, (), reads, codec)
     columns = dict[str, None]()
     # Held-out rows come first, so that a prompt in both files is held out and not trained on.
     files = [(config.heldout_path, "task.heldout_path", True)] if config.heldout_path else []
     for path, key, held in (*files, (config.path, "task.path", False if files else None)):
-        for number, row in _rows(Path(path).expanduser(), key, template.columns, reads, columns):
+        for number, row in _rows(Path(path).expanduser(), key, split.template.columns, reads, columns):
             where = f"{path}, row {number}"
             if config.template is None:
                 _check_question(config, row, where)
             split.offer(row, number, where, held)
-    split.store.flush()
-    _check_sizes(config, split)
+    _check_sizes(config, split.finish())
     return split, list(columns)
 
 

@@ -81,6 +81,7 @@ class Problem:
     """The encoded prompt; empty if the task was loaded without a tokenizer."""
 
 
+Render = Callable[[Mapping[str, Any]], str]
 Call = Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
 """A reward function that is loaded."""
 
@@ -124,16 +125,9 @@ class PromptStore:
     """Prompts in a few bytes each: token ids as int32, columns as JSON. A `Problem` is made anew each time."""
 
     def __init__(
-        self,
-        render: Callable[[Mapping[str, Any]], str] = str,
-        names: Sequence[str] = (),
-        reads: Collection[str] | None = (),
-        codec: PromptCodec | None = None,
+        self, render: Render, names: Sequence[str], reads: Collection[str] | None, codec: PromptCodec | None
     ) -> None:
-        """Keep the columns `reads` of rows (None: all), and with a codec the tokens of their prompts.
-
-        `render` makes a prompt of a row, and the split hashes the columns `names`.
-        """
+        """Keep the columns `reads` of rows (None: all), of which the split hashes `names`, and with a codec tokens."""
         self._has_text = reads is None or PROMPTS in reads
         self._reads = None if reads is None else {*reads, *(names if self._has_text else ())}
         self._render, self._names, self._codec = render, names, codec
@@ -153,10 +147,10 @@ class PromptStore:
             # a decimal, say, is printed otherwise than the number that is kept of it
             kept = kept if self._render(json.loads(kept)) == text else _to_json({**row, "": text})
         self._json += kept.encode()
-        for values, value in (
-            (self._ends, len(self._json)), (self._rows, number), (self.sizes, len(text.encode())), (self.keys, key)
-        ):  # fmt: skip
-            values.append(value)
+        self._ends.append(len(self._json))
+        self._rows.append(number)
+        self.sizes.append(len(text.encode()))
+        self.keys.append(key)
         self._pending.append(text)
         self._num_pending += len(text)
         if self._num_pending > _AT_ONCE_CHARACTERS * self._num_cores:
@@ -188,7 +182,7 @@ class PromptStore:
         return Problem(hashed_text(columns, self._names) if is_hashed else text, text, columns, self._rows[place], ids)
 
 
-class Prompts(Sequence[Problem]):
+class StoredPrompts(Sequence[Problem]):
     """Some prompts of a store, by their places."""
 
     def __init__(self, store: PromptStore, places: npt.NDArray[np.int64]) -> None:
@@ -199,7 +193,7 @@ class Prompts(Sequence[Problem]):
 
     def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 -- a problem, or of a slice some prompts
         places = self.places[index]
-        return Prompts(self.store, places) if isinstance(index, slice) else self.store.problem(int(places))
+        return StoredPrompts(self.store, places) if isinstance(index, slice) else self.store.problem(int(places))
 
 
 @dataclass(frozen=True)
@@ -210,6 +204,8 @@ class Task:
     heldout: Sequence[Problem]
     rewards: tuple[RewardFunction, ...]
     rows: str = ""
+    store: PromptStore | None = None
+    """None: the problems were made by hand."""
 
     def prompt(self, prompt_id: int) -> Problem:
         """The training problem of this id.
@@ -227,8 +223,8 @@ class Task:
     def facts(self, teacher_of_prompt: bytes = b"") -> TaskFacts:
         """Sizes, teachers, and a hash over every prompt and its teacher."""
         digest = blake2b(b"%d " % len(self.train), digest_size=8)
-        for values in (self.train.store.keys, self.train.store.sizes) if isinstance(self.train, Prompts) else ():
-            digest.update(np.array(values)[self._places].tobytes())
+        for values in (self.store.keys, self.store.sizes) if self.store is not None else ():
+            digest.update(np.array(values)[self._places()].tobytes())
         digest.update(teacher_of_prompt)
         return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest(), self.rows, teacher_of_prompt)
 
@@ -241,10 +237,8 @@ class Task:
                 found.setdefault(name, xxhash.xxh3_128()).update(entry)
         return {name: digest.hexdigest() for name, digest in found.items()}
 
-    @property
     def _places(self) -> npt.NDArray[np.int64]:
-        """Of training prompts and then of held-out ones."""
-        halves = [each for each in (self.train, self.heldout) if isinstance(each, Prompts)]
+        halves = [half for half in (self.train, self.heldout) if isinstance(half, StoredPrompts)]
         return np.concatenate([half.places for half in halves])
 
     def check_lengths(self, max_prompt_tokens: int) -> None:
@@ -253,8 +247,8 @@ class Task:
         Raises:
             TaskError: says how many are, names the longest and what it needs.
         """
-        assert isinstance(self.train, Prompts), "it was loaded"
-        lengths = np.diff(self.train.store.id_ends)[self._places]
+        assert self.store is not None, "it was loaded"
+        lengths = np.diff(self.store.id_ends)[self._places()]
         self._check_lengths(np.arange(len(lengths)), lengths, max_prompt_tokens)
 
     def check_prompts(self, codec: PromptCodec, max_prompt_tokens: int, vocab_size: int) -> None:
@@ -263,14 +257,15 @@ class Task:
         Raises:
             TaskError: as `check_lengths`; or the tokenizer has more tokens than the model.
         """
-        assert isinstance(self.train, Prompts), "it was loaded"
-        sizes = np.array(self.train.store.sizes)[self._places].astype(np.int64)
+        assert self.store is not None, "it was loaded"
+        places = self._places()
+        sizes = np.array(self.store.sizes)[places]
         order = np.argsort(-sizes, kind="stable")[:MOST_LOOKED_AT]
         order = order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), MOST_BYTES, "right")))]
-        tried = PromptStore(codec=codec)
-        for place in self._places[order].tolist():
+        tried = PromptStore(str, (), (), codec)
+        for place in places[order].tolist():
             # no token has so many characters; the rest of a text that is longer need not be looked at
-            tried.add({}, self.train.store.problem(place).text[: 1000 * (max_prompt_tokens + 1)])
+            tried.add({}, self.store.problem(place).text[: 1000 * (max_prompt_tokens + 1)])
         tried.flush()
         self._check_lengths(order, np.diff(tried.id_ends), max_prompt_tokens)
         if (greatest := max(tried.ids)) >= vocab_size:

@@ -101,7 +101,7 @@ def test_a_whole_decimal_is_right_as_a_whole_number(write):
 
 
 def test_a_column_that_cannot_be_read_refuses_only_a_task_that_reads_it(write):
-    odd = table(when=pa.array([2**62], pa.timestamp("s")))
+    odd = table(when=pa.array([2**62], pa.timestamp("ms")))
     check_task(write(odd))
     with pytest.raises(TaskError, match=r"task.path: .*rows.parquet is not a Parquet file that can be read"):
         check_task(write(odd, template="{question} {when}"))
@@ -220,9 +220,11 @@ def test_the_question_column_is_what_the_default_template_reads_and_nothing_else
     assert load_task(write(rows, question_column="prompt")).train[0].text.endswith("+1")
     assert load_task(write(rows, template="{prompt}=")).train[0].text.endswith("+1=")
     config = tmp_path / "config.toml"
+    rows_path = write(rows).path
     config.write_text(
-        f'[model]\npath = "{DEMO}"\n[task]\ntype = "file"\npath = "{write(rows).path}"\nquestion_column = "prompt"\n'
-        'rewards = "exact"\n[algorithm]\ntype = "trajectory_balance"\n[actors]\nmax_prompt_tokens = 8\nmax_new_tokens = 8\n'
+        f'[model]\npath = "{DEMO}"\n[task]\ntype = "file"\npath = "{rows_path}"\nquestion_column = "prompt"\n'
+        'rewards = "exact"\n[algorithm]\ntype = "trajectory_balance"\n[actors]\n'
+        "max_prompt_tokens = 8\nmax_new_tokens = 8\n"
     )
     made = load_config(config, ["--actors.eval_every", "5"])
     assert made.task.rewards == ("exact",)

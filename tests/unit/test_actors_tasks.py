@@ -17,8 +17,8 @@ import pytest
 from actors.sandbox import why_not_cut
 from actors.tasks import TaskError, check_task, functions, held_out, load_reward, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
-from actors.tasks.prompts import Template, file_problems
-from actors.tasks.task import PROMPTS, Task, json_safe
+from actors.tasks.prompts import file_problems
+from actors.tasks.task import Task, json_safe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -208,7 +208,7 @@ def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_wha
 
     def task(codec):
         split, _ = file_problems(file_task.model_copy(update={"heldout_share": 0.5}), None, codec)
-        return Task(split.train, split.heldout, ())
+        return Task(split.train, split.heldout, (), split.rows, split.store)
 
     whole = task(Letters())
     lengths = [len(problem.text) for problem in (*whole.train, *whole.heldout)]

@@ -1,0 +1,144 @@
+"""What an actor needs to load a large file of prompts: memory, and seconds. Prints one JSON line last.
+
+    python benchmarks/prompts_load.py [--quick] [--page [FILE]]
+
+A JSONL file of 500,000 rows with questions of 300 characters, the rule `exact`, and the tokenizer of the demo's model,
+which makes a token of each character. Measured in a process of its own:
+
+    memory        growth of resident memory after loading, and at most meanwhile, over four bytes for each token and the
+                  bytes of the column that the rule reads
+    reading       seconds to read, check and split the rows, without their tokens
+    tokenising    rows per second, over those of bare `encode_batch` on all cores on 20,000 of the same texts
+
+`--quick` takes 20,000 rows; `--page` writes docs/results/prompts_load.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
+from benchmarks.lib.processes import call_in_processes
+
+PAGE = RESULTS / "prompts_load.md"
+NUM_ROWS = 500_000
+NUM_BARE = 20_000
+MODEL = ROOT / "examples" / "demo_model"
+LIMIT_S = 3600.0
+AT_MOST = {"settled_over_read": 1.2, "most_over_read": 1.2, "reading_s": 20.0}
+AT_LEAST = {"tokenising_over_bare": 0.8}
+
+Figures = dict[str, Any]
+
+
+def question(number: int) -> str:
+    """A text of 300 characters."""
+    return f"{number} {'12+34 ' * 50}"[:300]
+
+
+def load(path: str, num_rows: int) -> Figures:
+    """Load the file as an actor does, and measure it; in a process that has loaded the libraries before."""
+    from actors.tasks import load_encoded
+    from actors.tasks.config import FileTask
+    from actors.tasks.task import PromptCodec
+
+    PromptCodec(MODEL, chat=False, system_prompt=None).encode([question(0)])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, began_s = _resident(), time.perf_counter()
+    config = FileTask(type="file", path=path, rewards=("exact",), heldout_share=0.001)
+    task, _ = load_encoded(config, MODEL, 400)
+    took_s, after = time.perf_counter() - began_s, _resident()
+    assert task.store is not None
+    read = 4 * len(task.store.ids) + sum(len(str(number)) for number in range(num_rows))
+    return {
+        "num_prompts": len(task.train) + len(task.heldout),
+        "num_tokens": len(task.store.ids),
+        "read_mib": read / 2**20,
+        "settled_over_read": (after["VmRSS"] - before["VmRSS"]) / read,
+        "most_over_read": (after["VmHWM"] - before["VmRSS"]) / read,
+        "reading_s": took_s - task.store.tokenising_s,
+        "tokenising_s": task.store.tokenising_s,
+    }
+
+
+def bare() -> float:
+    """Rows per second of `encode_batch`, in a process that lets it use all cores."""
+    from transformers import AutoTokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    backend = AutoTokenizer.from_pretrained(MODEL).backend_tokenizer
+    texts = [question(number) for number in range(NUM_BARE)]
+    backend.encode_batch(texts[:100])
+    began_s = time.perf_counter()
+    for first in range(0, len(texts), 1000):
+        backend.encode_batch(texts[first : first + 1000])
+    return len(texts) / (time.perf_counter() - began_s)
+
+
+def _resident() -> dict[str, int]:
+    """Return bytes of this process that are resident, now and at most."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20,000 rows, for development")
+    args = parsed(parser, PAGE)
+    machine, num_rows = describe_machine(), 20_000 if args.quick else NUM_ROWS
+    here = "benchmarks.prompts_load"
+    with tempfile.TemporaryDirectory(prefix="benchmark-prompts-") as folder:
+        path = Path(folder) / "rows.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for number in range(num_rows):
+                file.write(json.dumps({"question": question(number), "answer": str(number)}) + "\n")
+        rates = call_in_processes("encode_batch", f"{here}:bare", [{}], limit_s=LIMIT_S)
+        calls = [{"path": str(path), "num_rows": num_rows}]
+        (result,) = call_in_processes("loading", f"{here}:load", calls, limit_s=LIMIT_S)
+        rates += call_in_processes("encode_batch", f"{here}:bare", [{}], limit_s=LIMIT_S)
+    result["rows_per_s"] = result["num_prompts"] / result["tokenising_s"]
+    result["bare_rows_per_s"] = sum(rates) / len(rates)
+    result["tokenising_over_bare"] = result["rows_per_s"] / result["bare_rows_per_s"]
+    result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=not args.quick)
+    result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick)
+    result |= {"quick": args.quick, "machine": machine}
+    if args.page:
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    machine = result["machine"]
+    rows = [
+        ["prompts", f"{result['num_prompts']:,}"],
+        ["tokens", f"{result['num_tokens']:,}"],
+        ["tokens as int32, and the column that is read", f"{result['read_mib']:,.0f} MiB"],
+        ["reading, checking and splitting", f"{result['reading_s']:.1f} s"],
+        ["tokenising", f"{result['tokenising_s']:.1f} s, {result['rows_per_s']:,.0f} rows/s"],
+        ["bare `encode_batch`, all cores", f"{result['bare_rows_per_s']:,.0f} rows/s"],
+    ]
+    return [
+        "# Loading prompts",
+        f"{origin('python benchmarks/prompts_load.py --page', machine, machine['commit'])} Rows of 300 characters in a "
+        "JSONL file, loaded as an actor loads them; a token is a character. Memory is the growth of the process, over "
+        "the bytes of its tokens and of the column that its reward reads.",
+        bars_table(result["wanted_at_most"], "at most"),
+        bars_table(result["wanted_at_least"], "at least"),
+        table(["what", "measured"], rows),
+    ]
+
+
+if __name__ == "__main__":
+    main()
