@@ -402,7 +402,12 @@ class PromptCodec:
         return (ends[0], str(tokens[ends[0]])) if ends else None
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
-        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+        ids: list[list[int]]
+        if self._tokenizer.is_fast:  # without offsets and masks; `_ends_behind` has left neither truncation nor padding
+            backend = self._tokenizer.backend_tokenizer
+            ids = [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=special)]
+        else:
+            ids = self._tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
         return [each[: len(each) - self._num_ends] for each in ids] if special and self._num_ends else ids
 
     def _ends_behind(self) -> int:
