@@ -438,13 +438,11 @@ class _Run:
         is_due = every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step
         if is_due and self.supervisor.actors.ready():  # else the run goes on, and begins it once an actor is there
             self._evaluated_at = version - version % every
-            self._evaluation = self._evaluate(
-                self._config.actors.eval_problems or min(256, self.plan.task.num_heldout), None
-            )
+            self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
 
-    def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
+    def _evaluate(self, num_problems: int | None, version: PolicyVersion | None) -> Evaluation:
         self.sinks.trace.evaluating()
-        return self.supervisor.evaluate(num_problems, version)
+        return self.supervisor.evaluate(num_problems or min(256, self.plan.task.num_heldout), version)
 
     def _evaluated_alone(self, evaluation: Evaluation) -> Accuracy:
         """Wait for it while nothing else goes on, and tell what the actors wait for."""
