@@ -65,6 +65,8 @@ class ModelFacts:
     """Tokens that end a sequence."""
     max_position: int
     """Longest sequence in tokens."""
+    unread_keys: tuple[str, ...] = ()
+    """Of its config.json, those that the learner does not know."""
 
 
 # --- config.json --------------------------------------------------------------------------------------
@@ -103,13 +105,13 @@ def check_model_folder(path: Path) -> ModelFacts:
         )
     generation = path / "generation_config.json"
     said = read_object(generation) if generation.exists() else {}
-    eos = said.get("eos_token_id", config.get("eos_token_id"))
-    eos_token_ids = tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()
+    eos_token_ids = next(filter(None, map(_eos_token_ids, (said, config, config.get("text_config")))), ())
     vocab_size = _integer(path, config, "vocab_size")
-    are_known = [0 <= each < vocab_size for each in eos_token_ids if isinstance(each, int)]
+    are_known = [0 <= each < vocab_size for each in eos_token_ids if type(each) is int]
     if eos_token_ids and (len(are_known) < len(eos_token_ids) or not any(are_known)):
         raise ModelFolderError(
-            f"model {path}: eos_token_id = {eos} is no token of a vocabulary of {vocab_size}; correct it, or vocab_size"
+            f"model {path}: eos_token_id = {', '.join(map(str, eos_token_ids))} is no token of a vocabulary of "
+            f"{vocab_size}; correct it, or vocab_size"
         )
     if not eos_token_ids:
         raise ModelFolderError(
@@ -124,6 +126,12 @@ def check_model_folder(path: Path) -> ModelFacts:
         eos_token_ids=eos_token_ids,
         max_position=_integer(path, config, "max_position_embeddings"),
     )
+
+
+def _eos_token_ids(table: object) -> tuple[int, ...]:
+    """Return the ids that a config file names; empty if it names none, as with null."""
+    value = table.get("eos_token_id") if isinstance(table, Mapping) else None
+    return tuple(each for each in (value if isinstance(value, list) else [value]) if each is not None)
 
 
 def _model_type(config: Mapping[str, Any]) -> str:

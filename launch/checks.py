@@ -22,7 +22,8 @@ from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_here
 from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login
-from launch.model_folder import check_frozen, check_model, quiet_transformers
+from launch.mistakes import idle_keys
+from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes
 from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, already_there, check_weights_folder, check_writable
@@ -115,18 +116,9 @@ class Plan:
         )
 
     @property
-    def endless_turns(self) -> str:
-        """Why answers would not end where the model was taught to end them; '' where they do, or none can tell."""
-        if self.model is None or self.task.end_of_turn is None or self.task.end_of_turn[0] in self.model.eos_token_ids:
-            return ""
-        number, text = self.task.end_of_turn
-        known = ", ".join(map(str, self.model.eos_token_ids))
-        return (
-            f"the chat template ends an answer with {text} (token {number}), at which generation does not stop: "
-            f"eos_token_id is {known}. A model that was taught by this template runs on to actors.max_new_tokens = "
-            f"{self.config.actors.max_new_tokens}: name {number} too in eos_token_id of its generation_config.json. "
-            "One that was not, as a base model, may need task.chat = false"
-        )
+    def notes(self) -> list[str]:
+        """What may be so, and was probably not meant."""
+        return [*model_notes(self.config, self.model, self.task), *idle_keys(self.config)]
 
     def _teachers(self) -> list[str]:
         """How many prompts each has, for people."""
@@ -163,10 +155,10 @@ class Plan:
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
                 f"{self.weights_folder}",
                 *describe_gpus(config),
-                *([f"note       {self.endless_turns}"] if self.endless_turns else []),
                 f"It would not start on this machine: {self.lacking}."
                 if self.lacking
                 else "Everything that can be checked before a process starts is in order.",
+                *(f"note       {note}" for note in self.notes),
             ]
         )
 

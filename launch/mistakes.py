@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from types import UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -47,6 +48,62 @@ MOVED = {
     "task.seed": "task.params.seed",
 }
 """Keys that went, and what says it now. A key of the same name in another section says something else."""
+
+IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
+    ("buffer.on_policy_share buffer.replay_sampler", "buffer.sampler", lambda c: c.buffer.sampler == "on_policy_share"),
+    ("buffer.reward_temperature", "buffer.sampler", lambda c: _law(c.buffer) == "reward_softmax"),
+    ("buffer.prompt_law buffer.dispatch buffer.most_samples", "buffer.source", lambda c: c.buffer.source is None),
+    ("buffer.lease_timeout_s buffer.max_attempts", "buffer.source", lambda c: c.buffer.source is None),
+    ("actors.keep_every_s", "buffer.source", lambda c: c.buffer.source is None),
+    ("actors.eval_problems", "actors.eval_every", lambda c: c.actors.eval_every),
+    ("actors.gpu_memory_share", "actors.gpus", lambda c: c.actors.gpus or _pools_have_gpus(c)),
+    ("learner.gpu_memory_share", "learner.gpus", lambda c: c.learner.gpus or _pools_have_gpus(c)),
+    ("learner.collective_timeout_s", "learner.num_stages", lambda c: c.learner.num_stages * c.learner.num_replicas > 1),
+    ("learner.lr_schedule", "learner.warmup_steps", lambda c: c.learner.warmup_steps < c.learner.num_steps),
+    ("learner.reference_offload", "algorithm.type", lambda c: c.algorithm.needs.reference),
+    ("learner.score_while_waiting", "algorithm.type", lambda c: c.algorithm.needs.reference),
+    ("model.reference_path", "algorithm.type", lambda c: c.algorithm.needs.reference),
+    ("weight_sync.host weight_sync.port", "weight_sync.transport", lambda c: c.weight_sync.transport != "folder"),
+    ("weight_sync.staging_dir", "weight_sync.transport", lambda c: c.weight_sync.transport != "folder"),
+    ("weight_sync.on_stale", "weight_sync.max_lag", lambda c: c.weight_sync.max_lag != "unbounded"),
+    ("launch.autoscale_most", "launch.autoscale", lambda c: c.launch.autoscale != "off"),
+    ("tracking.project", "tracking.wandb", lambda c: c.tracking.wandb != "disabled"),
+    ("task.heldout_share", "task.heldout_path", lambda c: c.task.heldout_path is None),
+    ("task.answer_tag", "task.rewards", lambda c: not c.task.rewards),
+)
+"""Keys, of one `type` of their section or of all, the key that decides whether they act, and whether they do."""
+STEPS = "learner.warmup_steps learner.checkpoint_every tracking.log_every algorithm.beta_steps actors.eval_every"
+"""Keys that count steps, or updates; a run may end before they are over."""
+
+
+def idle_keys(config: BaseModel) -> Iterator[str]:
+    """Yield a sentence for each key that differs from its default and does not act beside the others."""
+    for keys, other, acts in IDLE:
+        for key, value in _set_keys(config, keys):
+            if not acts(config):
+                beside = f"{other} = {attrgetter(other)(config)!r}"
+                yield f"{key} = {value!r} changes nothing beside {beside}: leave it out, or change the latter"
+    learner: Any = attrgetter("learner")(config)
+    for key, value in _set_keys(config, STEPS):
+        if value > learner.num_steps * (learner.updates_per_step if key.startswith(("algorithm", "actors")) else 1):
+            yield f"{key} = {value} is more than the run has, with learner.num_steps = {learner.num_steps}: lower it"
+
+
+def _set_keys(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:
+    """Yield those of the keys that the config has and that differ from their defaults, with their values."""
+    for key in keys.split():
+        section, _, name = key.partition(".")
+        info = type(getattr(config, section)).model_fields.get(name)
+        if info is not None and (value := attrgetter(key)(config)) != info.default:
+            yield key, value
+
+
+def _law(buffer: Any) -> str:  # noqa: ANN401 -- `launch.config`, which has the type, imports this module
+    return str(buffer.replay_sampler if buffer.sampler == "on_policy_share" else buffer.sampler)
+
+
+def _pools_have_gpus(config: Any) -> bool:  # noqa: ANN401 -- as above
+    return any(pool.gpus for pool in config.pools.values())
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.tasks import TaskFacts
 from common.files import try_lock
-from common.hf_folder import ModelFacts, ModelFolderError, check_model_folder
+from common.hf_folder import CONFIG_NAME, ModelFacts, ModelFolderError, check_model_folder
 from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.run_folder import RunFolder
@@ -162,6 +163,36 @@ def _check_layers(config: Config, path: Path, num_layers: int, *, is_trained: bo
     layers = learner.layers_per_chunk
     if is_trained and layers is not None and sum(layers) != num_layers:
         raise ConfigError(f"learner.layers_per_chunk adds up to {sum(layers)} layers, and {path} has {num_layers}")
+
+
+def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> Iterator[str]:
+    """Yield a sentence for each thing of model and tokenizer that can be trained, and was probably not meant."""
+    if task.answer_start:
+        yield start_note(task.answer_start)
+    if model is None:
+        return
+    if model.unread_keys:
+        yield (
+            f"the model's {CONFIG_NAME} sets {', '.join(model.unread_keys)}, which the learner does not read: if the "
+            "engine does, or the model was made with them, log-probabilities are those of another model"
+        )
+    if task.end_of_turn is not None and task.end_of_turn[0] not in model.eos_token_ids:
+        number, text, said_by = task.end_of_turn
+        known = ", ".join(map(str, model.eos_token_ids))
+        base = ". One that was not, as a base model, may need task.chat = false" if said_by == "chat template" else ""
+        yield (
+            f"the {said_by} ends an answer with {text} (token {number}), at which generation does not stop: "
+            f"eos_token_id is {known}. A model that was taught so runs on to actors.max_new_tokens = "
+            f"{config.actors.max_new_tokens}: name {number} too in eos_token_id of its generation_config.json{base}"
+        )
+
+
+def start_note(start: str) -> str:
+    """Return what a prompt that has part of the answer means for rewards."""
+    return (
+        f"prompts end with the start of the answer, {start!r}: completions begin behind it, so a reward that looks for "
+        "it does not find it"
+    )
 
 
 def check_frozen(config: Config, model: ModelFacts | None) -> None:

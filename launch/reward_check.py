@@ -11,12 +11,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
 from actors.reward_process import CallFailed
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
+from actors.tasks.task import PromptCodec, open_tag
+from launch.config import Config
+from launch.model_folder import start_note
 from launch.text import shortened
 
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "reference", "completion")
@@ -80,6 +84,8 @@ class RewardCheck:
     results: list[Result] = field(default_factory=list)
     cut: dict[str, str] = field(default_factory=dict)
     """Function -> why it was not tried on all completions, where it was not."""
+    answer_start: str = ""
+    """What prompts have of the answer, as `answer_start` returns it."""
 
     def totals(self, kind: str) -> list[float]:
         """The summed rewards of completions of a kind, problem by problem; those without one are left out."""
@@ -178,6 +184,15 @@ def spread(task: Task, num_problems: int) -> list[Problem]:
     """So many of its training problems, evenly spaced, or all where it has fewer."""
     step = max(1, len(task.train) // num_problems)
     return list(task.train[::step][:num_problems])
+
+
+def answer_start(config: Config, problem: Problem) -> str:
+    """Return what prompts have of the answer; of a chat template only if the model is a folder that is there."""
+    task, folder = config.task, Path(config.model.path or "")
+    if not task.chat:
+        return open_tag(problem.text)
+    has_codec = config.model.path is not None and folder.is_dir()
+    return PromptCodec(folder, True, task.system_prompt).answer_start(problem.text) if has_codec else ""
 
 
 def _other(problems: Sequence[Problem], number: int) -> Problem:
@@ -287,7 +302,8 @@ def show(checked: RewardCheck) -> None:
     if checked.results:
         console.print(table)
         console.print(_LEGEND, soft_wrap=True)
-    for line in (*_examples(checked), *checked.cut.values()):
+    notes = [f"NOTE     {start_note(checked.answer_start)}"] if checked.answer_start else []
+    for line in (*_examples(checked), *checked.cut.values(), *notes):
         console.print(line, soft_wrap=True)
 
 

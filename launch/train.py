@@ -292,8 +292,8 @@ class _Run:
         self.interrupts.go_on()
         if self._tripwires.foreseen:
             self.sinks.event("unweighted", self._tripwires.foreseen)
-        if self.plan.endless_turns:
-            self.sinks.event("endless_turns", self.plan.endless_turns)
+        for note in self.plan.notes:
+            self.sinks.event("note", note)
         self.sinks.phase("training")
         self.supervisor.begin()
         interrupted = self._train()

@@ -69,11 +69,11 @@ def check_task(
     check_functions(config.rewards, columns, named)
     for name in config.rewards:
         _check_named(name, config, columns, task, has_model=model_folder is not None, here=import_limit_s is not None)
-    end_of_turn = None
+    end_of_turn, answer_start = None, ""
     if model_folder is not None:
         codec = PromptCodec(model_folder, config.chat, config.system_prompt)
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
-        end_of_turn = codec.end_of_turn()
+        end_of_turn, answer_start = codec.end_of_turn(), codec.answer_start(task.train[0].text)
     if import_limit_s is not None:
         check_network(config)
         files = [reference for reference in config.rewards if reference not in named]
@@ -81,7 +81,8 @@ def check_task(
     of_prompts = b""
     if config.teacher_column is not None and teachers:
         of_prompts = teachers_of(task.train, config.teacher_column, teachers)
-    return replace(task.facts(of_prompts), end_of_turn=end_of_turn, column_digests=task.column_digests())
+    facts = replace(task.facts(of_prompts), column_digests=task.column_digests())
+    return replace(facts, end_of_turn=end_of_turn, answer_start=answer_start)
 
 
 def _check_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -115,8 +116,10 @@ class TaskFacts:
     """How many rows were read, used, equal to another and skipped."""
     teacher_of_prompt: bytes = b""
     """Of each training prompt the number of its teacher among those that were asked for; empty where none were."""
-    end_of_turn: tuple[int, str] | None = None
-    """The token that the chat template puts behind an answer, and its text; None where there is none."""
+    end_of_turn: tuple[int, str, str] | None = None
+    """The token that ends an answer, its text, and what says so: 'chat template', or without one 'tokenizer'."""
+    answer_start: str = ""
+    """What prompts have of the answer, before the completion."""
     column_digests: Mapping[str, str] = field(default_factory=dict)
     """By column: equal if reward functions read the same of every prompt. A process of the run leaves it empty."""
 
@@ -326,9 +329,17 @@ def _plain(value: object) -> object:
 
 
 _to_json = json.JSONEncoder(default=_plain, skipkeys=True, ensure_ascii=False, separators=(",", ":")).encode
-
+_ANSWER = {"role": "assistant", "content": "the-answer"}
+"""A turn on which a chat template is tried."""
+_OPEN_TAG = re.compile(r"<(think|thinking|thought|reasoning|answer)>\s*$", re.IGNORECASE)
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
 """Of which a folder with a tokenizer has at least one."""
+
+
+def open_tag(prompt: str) -> str:
+    """Return the tag of an answer's first part that a prompt ends with, as '<think>'; empty if there is none."""
+    found = _OPEN_TAG.search(prompt)
+    return found.group().strip() if found else ""
 
 
 class PromptCodec:
@@ -372,13 +383,9 @@ class PromptCodec:
             return self._ids(texts, special=True)
         from jinja2 import TemplateError  # only with a chat template, as in Transformers
 
-        head = [{"role": "system", "content": self._system_prompt}] if self._system_prompt is not None else []
-        turns = [[*head, {"role": "user", "content": text}] for text in texts]
         # The chat template writes its special tokens as text, so none may be added when encoding.
         try:
-            rendered = [
-                self._tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in turns
-            ]
+            rendered = self._rendered(map(self._turns, texts), add_generation_prompt=True)
         except TemplateError as error:
             raise TaskError(
                 f"task.chat = true, and the tokenizer's chat template refuses the prompts: {error}. Where it knows no "
@@ -386,20 +393,40 @@ class PromptCodec:
             ) from error
         return self._ids(rendered, special=False)
 
-    def end_of_turn(self) -> tuple[int, str] | None:
-        """The token that the chat template puts behind an answer, and its text; None where none can be told."""
-        if not self._chat:
-            return None
-        answer = "the-answer"
-        turns = [{"role": "user", "content": "the-question"}, {"role": "assistant", "content": answer}]
-        try:
-            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False)
-        except Exception:  # a template may refuse or break at an answer: it is asked for none in a run
-            return None
-        _, found, behind = text.rpartition(answer)
+    def end_of_turn(self) -> tuple[int, str, str] | None:
+        """Return what the chat template puts behind an answer, or the tokenizer's end; as in `TaskFacts`."""
         tokens = self._tokenizer.added_tokens_decoder
+        _, found, behind = self._tried(_ANSWER).rpartition(_ANSWER["content"])
         ends = [each for each in self._ids([behind], special=False)[0] if each in tokens] if found else []
-        return (ends[0], str(tokens[ends[0]])) if ends else None
+        end = ends[0] if ends else self._tokenizer.eos_token_id
+        said_by = "chat template" if ends else "tokenizer"
+        return None if end is None else (end, str(self._tokenizer.convert_ids_to_tokens(end)), said_by)
+
+    def answer_start(self, text: str) -> str:
+        """Return what a prompt, as this one, has of the answer, as '<think>'; empty if it has nothing.
+
+        With a chat template that is what a prompt has beyond the text before an answer of a conversation, in its last
+        turn or an earlier one. It is an open tag at the end of the prompt, too.
+        """
+        prompt = self._tried(add_generation_prompt=True) if self._chat else text
+        answered = (self._tried(_ANSWER), self._tried(_ANSWER, *self._turns("")[-1:]))
+        heads = [head for head, found, _ in (chat.partition(_ANSWER["content"]) for chat in answered) if found]
+        starts = [prompt[len(head) :].strip() for head in heads if prompt.startswith(head)]
+        return max(starts, key=len, default="") or open_tag(prompt)
+
+    def _tried(self, *answered: dict[str, str], **options: bool) -> str:
+        """Return how a question and these turns are rendered; empty without a template, or if it refuses them."""
+        try:
+            return self._rendered([[*self._turns("the-question"), *answered]], **options)[0] if self._chat else ""
+        except Exception:  # of any kind: a run asks the template for no answer
+            return ""
+
+    def _turns(self, text: str) -> list[dict[str, str]]:
+        head = [{"role": "system", "content": self._system_prompt}] if self._system_prompt is not None else []
+        return [*head, {"role": "user", "content": text}]
+
+    def _rendered(self, chats: Iterable[list[dict[str, str]]], **options: bool) -> list[str]:
+        return [self._tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: list[list[int]]

@@ -318,6 +318,8 @@ def _check_config(config: Config, path: Path) -> list[Finding]:
         return problem("config", str(error), f"change {path}")
     if plan.lacking:
         return problem("config", plan.lacking, f"change {path}, or run it on another machine")
-    if plan.endless_turns:
-        return warning("config", plan.endless_turns, f"correct the model's folder, or change {path}")
+    if plan.notes:
+        return [
+            each for note in plan.notes for each in warning("config", note, f"change {path}, or the model's folder")
+        ]
     return ok("config", f"{path}: {plan.task.num_train} prompts, all that can be checked is in order")

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -227,7 +228,8 @@ def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_wha
 def test_the_check_before_a_run_finds_prompts_that_are_too_long_for_the_models_tokenizer():
     config = gym(template="{metadata[expression]:compact}=")
     known = {"model_folder": EXAMPLES / "demo_model", "vocab_size": 16}
-    assert check_task(config, **known, max_prompt_tokens=8) == check_task(config)
+    found = check_task(config, **known, max_prompt_tokens=8)
+    assert found == replace(check_task(config), end_of_turn=(1, "<eos>", "tokenizer"))
     with pytest.raises(TaskError, match=r"^360 of the task's 360 prompts are longer than .* = 3"):
         check_task(config, **known, max_prompt_tokens=3)
     with pytest.raises(TaskError, match=r"token 15 of a prompt, and the model has a vocabulary of 15"):
@@ -358,8 +360,11 @@ ENDED = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}+<e
 NO_ANSWERS = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}<end>"
 
 
-@pytest.mark.parametrize(("template", "end"), [(ENDED, (16, "<end>")), (NO_ANSWERS, None)])
-def test_the_end_of_a_turn_is_the_token_that_the_template_puts_behind_an_answer(tmp_path, template, end):
+BY_TEMPLATE, BY_TOKENIZER = (16, "<end>", "chat template"), (1, "<eos>", "tokenizer")
+
+
+@pytest.mark.parametrize(("template", "end"), [(ENDED, BY_TEMPLATE), (NO_ANSWERS, BY_TOKENIZER)])
+def test_an_answer_ends_with_what_the_template_puts_behind_it_or_else_with_the_tokenizers_end(tmp_path, template, end):
     from transformers import AutoTokenizer
 
     shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
@@ -370,7 +375,48 @@ def test_the_end_of_a_turn_is_the_token_that_the_template_puts_behind_an_answer(
     model = {"model_folder": tmp_path / "model", "max_prompt_tokens": 512, "vocab_size": 17}
     config = gym(num_train=8, num_heldout=2, template="{metadata[expression]:compact}=", chat=True)
     assert check_task(config, **model).end_of_turn == end
-    assert check_task(config.model_copy(update={"chat": False}), **model).end_of_turn is None
+    assert check_task(config.model_copy(update={"chat": False}), **model).end_of_turn == BY_TOKENIZER
+
+
+TURNS = "{% for m in messages %}[{{ m.role }}]HEAD{{ m.content }}{% endfor %}"
+ASKS = "{% if add_generation_prompt %}[assistant]STARTS{% endif %}"
+LAST_ALONE = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("head", "starts", "found"),
+    [
+        ("", "", ""),
+        ("", "<think>\n", "<think>"),
+        ("", "First, ", "First,"),
+        (LAST_ALONE, "", ""),
+        (LAST_ALONE, "<think></think>", "<think></think>"),
+        ("{% if m.role == 'assistant' %}<reasoning>{% endif %}", "<reasoning>", "<reasoning>"),
+        ("{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}", "<answer>", "<answer>"),
+    ],
+)
+@pytest.mark.parametrize("system_prompt", [None, "1"])
+def test_the_part_of_an_answer_that_a_template_puts_into_the_prompt_is_found(
+    tmp_path, head, starts, found, system_prompt
+):
+    from transformers import AutoTokenizer
+
+    from actors.tasks.task import PromptCodec
+
+    shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = TURNS.replace("HEAD", head) + ASKS.replace("STARTS", starts)
+    tokenizer.save_pretrained(tmp_path / "model")
+    codec = PromptCodec(tmp_path / "model", chat=True, system_prompt=system_prompt)
+    assert codec.answer_start("a question that ends with <think>") == found
+
+
+def test_the_part_of_an_answer_that_a_prompt_without_a_template_ends_with_is_found():
+    from actors.tasks.task import PromptCodec
+
+    codec = PromptCodec(EXAMPLES / "demo_model", chat=False, system_prompt=None)
+    assert codec.answer_start("1+1=? <Think>\n") == "<Think>"
+    assert codec.answer_start("write <answer> around it") == ""
 
 
 TWO_OF_THEM = {
@@ -446,6 +492,6 @@ def test_prompts_are_encoded_as_they_are_or_as_a_turn_of_the_chat_and_completion
     tokenizer.save_pretrained(tmp_path)
     codec = PromptCodec(tmp_path, chat=True, system_prompt="1")
     assert codec.encode(["2="]) == [[7, 2, 6, 3, 5, 8]]
-    assert codec.end_of_turn() is None, "the template puts nothing behind an answer"
+    assert codec.end_of_turn() == (0, "<eos>", "tokenizer"), "the template puts nothing behind an answer"
     with pytest.raises(TaskError, match="does not exist"):
         PromptCodec(tmp_path / "none", chat=False, system_prompt=None)

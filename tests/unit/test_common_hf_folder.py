@@ -47,6 +47,36 @@ def test_a_model_that_could_never_stop_is_refused(tmp_path: Path):
         check_model_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("generation", "model", "ids"),
+    [
+        ({"eos_token_id": None}, {"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": []}, {"eos_token_id": [3, 4]}, (3, 4)),
+        ({"eos_token_id": [None]}, {"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": [None, 7]}, {"eos_token_id": 3}, (7,)),
+        ({}, {"eos_token_id": None, "text_config": {"eos_token_id": [6]}}, (6,)),
+        ({"eos_token_id": 5}, {"eos_token_id": None, "text_config": "none"}, (5,)),
+        (None, {"eos_token_id": [None, 2]}, (2,)),
+    ],
+)
+def test_a_file_that_names_no_end_of_sequence_leaves_it_to_the_next(tmp_path: Path, generation, model, ids):
+    tiny_checkpoint(tmp_path, tied=False)
+    (tmp_path / "generation_config.json").unlink()
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | model))
+    assert check_model_folder(tmp_path).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("wrong", ["</s>", True, 2.5, {"id": 2}, [2, "</s>"], [[2]], 16, -1])
+def test_an_end_of_sequence_that_is_no_token_is_refused_by_its_value(tmp_path: Path, wrong):
+    tiny_checkpoint(tmp_path, tied=False)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ModelFolderError, match=r"eos_token_id = .* is no token of a vocabulary of 16; correct it"):
+        check_model_folder(tmp_path)
+
+
 def rewritten(file: Path, change) -> None:
     """Change the header of a safetensors file, which keeps its data."""
     content = file.read_bytes()

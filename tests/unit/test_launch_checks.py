@@ -14,6 +14,7 @@ from launch.checks import check, check_fetched
 from launch.cli import main, parse
 from launch.config import load_config
 from launch.errors import ConfigError, ExitStatus
+from launch.mistakes import IDLE, STEPS, idle_keys
 from launch.run_folder import claimed_weights
 from tests.unit.small_models import Model
 from tests.world.command import leeway_here
@@ -307,7 +308,97 @@ def test_a_chat_template_whose_answers_end_where_generation_does_not_is_told_of(
     assert ("note       the chat template ends an answer with <end> (token 16)" in said) == (end == "<end>"), said
     assert "in order" in said
     fetched = check_fetched(replace(check(load_config(DEMO, asked), tmp_path / "run"), model=None), model)
-    assert ("name 16 too in eos_token_id" in fetched.endless_turns) == (end == "<end>")
+    assert any("name 16 too in eos_token_id" in note for note in fetched.notes) == (end == "<end>")
+
+
+def test_a_tokenizer_whose_end_of_sequence_is_not_the_models_is_told_of(capsys, tmp_path):
+    model = shutil.copytree(ROOT / "examples" / "demo_model", tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    asked = ["--run.dir", str(tmp_path / "runs"), "--model.path", str(model)]
+    assert main(["train", str(DEMO), *asked, "--dry-run"]) == OK
+    said = capsys.readouterr().out
+    assert "note       the tokenizer ends an answer with <eos> (token 1), at which generation does not stop" in said
+    assert "eos_token_id is 7, 2." in said
+    assert "task.chat" not in said
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
+    assert main(["train", str(DEMO), *asked, "--dry-run"]) == OK
+    assert "note " not in capsys.readouterr().out
+
+
+IDLE_KEYS = {
+    "buffer.on_policy_share": "0.3",
+    "buffer.replay_sampler": "prioritised",
+    "buffer.reward_temperature": "2.0",
+    "actors.eval_problems": "32",
+    "actors.eval_every": "5000",
+    "actors.gpu_memory_share": "0.5",
+    "learner.gpu_memory_share": "0.5",
+    "learner.warmup_steps": "100000",
+    "learner.checkpoint_every": "100000",
+    "tracking.log_every": "100000",
+    "launch.autoscale_most": "7",
+}
+
+
+@pytest.mark.parametrize("key", IDLE_KEYS)
+def test_a_key_that_does_not_act_beside_the_others_is_named_by_the_dry_run(capsys, tmp_path, key):
+    others = {"actors.eval_problems": ["--actors.eval_every", "0"]}
+    beside = others.get(key, ["--learner.lr_schedule", "constant"])
+    asked = ["--run.dir", str(tmp_path / "runs"), *beside, f"--{key}", IDLE_KEYS[key], "--dry-run"]
+    assert main(["train", str(DEMO), *asked]) == OK
+    said = capsys.readouterr().out
+    notes = [line for line in said.splitlines() if line.startswith("note ")]
+    assert [note.split()[1] for note in notes] == [key]
+    assert notes[0].endswith(("leave it out, or change the latter", "lower it"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "others"),
+    [
+        ({"learner.lr_schedule": "cosine"}, {"learner.warmup_steps": "400", "learner.num_steps": "400"}),
+        ({"weight_sync.staging_dir": "{folder}"}, {"weight_sync.transport": "folder"}),
+        ({"weight_sync.port": "29123"}, {"weight_sync.transport": "folder"}),
+        ({"tracking.project": "mine"}, {"tracking.wandb": "disabled"}),
+        ({"learner.collective_timeout_s": "60"}, {"learner.num_stages": "1"}),
+        (
+            {"learner.reference_offload": "cpu", "learner.score_while_waiting": "false"},
+            {"algorithm": '{type = "off_policy_ppo"}'},
+        ),
+        ({"algorithm.beta_steps": "9000"}, {"algorithm.beta_final": "0.2"}),
+    ],
+)
+def test_keys_that_do_not_act_beside_given_ones_are_named_and_those_that_do_are_not(capsys, tmp_path, keys, others):
+    toml = tmp_path / "c.toml"
+    given = {key: value.replace("{folder}", str(tmp_path)) for key, value in keys.items()}
+    algorithm = others.get("algorithm", '{type = "trajectory_balance"}')
+    toml.write_text(
+        f'algorithm = {algorithm}\n[model]\npath = "{ROOT / "examples" / "demo_model"}"\n[task]\n'
+        'type = "reasoning_gym"\nname = "chain_sum"\ntemplate = "{metadata[expression]:compact}="\nnum_train = 64\n'
+        "num_heldout = 16\nparams = {min_terms = 2, max_terms = 2}\n[actors]\nmax_prompt_tokens = 16\n"
+        "max_new_tokens = 8\n"
+    )
+
+    def notes(values: dict[str, str]) -> list[str]:
+        flat = [word for key, value in values.items() for word in (f"--{key}", value) if key != "algorithm"]
+        assert main(["train", str(toml), "--run.dir", str(tmp_path / "runs"), *flat, "--dry-run"]) == OK
+        lines = capsys.readouterr().out.splitlines()
+        return sorted(line.split()[1] for line in lines if line.startswith("note "))
+
+    assert notes(given | others) == sorted(keys)
+    if not any(key.startswith("algorithm") for key in [*keys, *others]):
+        assert notes(given) == []
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_no_example_sets_a_key_that_does_not_act(config):
+    assert list(idle_keys(load_config(config, []))) == []
+
+
+def test_every_key_of_the_table_of_idle_keys_is_one_of_the_config():
+    of_table = [key for keys, *others in IDLE for key in (*keys.split(), others[0])]
+    assert set(of_table + STEPS.split()) <= set(
+        re.findall(r"`([a-z_]+\.[a-z_]+)`", (ROOT / "docs/config.md").read_text())
+    ) | {"algorithm.type"}
 
 
 @pytest.mark.parametrize("name", ["launch.py", "common/__init__.py"])
