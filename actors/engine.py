@@ -143,9 +143,7 @@ class Engine:
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
             sockets.remove()
-            raise EngineDead(
-                f"the vLLM engine for {model_path} did not start: {error}; its own words are in this process's log"
-            ) from error
+            raise EngineDead(f"the vLLM engine for {model_path} did not start: {error}") from error
         return engine
 
     @property

@@ -245,7 +245,7 @@ def check_reward(parsed: argparse.Namespace) -> int:
     """
     from actors.tasks import TaskError, load_task
     from launch.config import load_config
-    from launch.reward_check import BUDGET_S, NUM_PROBLEMS, RewardCheck, answer_start, check_rewards, show, spread
+    from launch.reward_check import BUDGET_S, NUM_PROBLEMS, RewardCheck, check_rewards, show, spread, start_note
     from launch.text import progress_line
 
     config = load_config(parsed.config, parsed.overrides)
@@ -253,7 +253,7 @@ def check_reward(parsed: argparse.Namespace) -> int:
         task = load_task(config.task)
         problems = spread(task, parsed.num or NUM_PROBLEMS)
         found = RewardCheck(problems, config.actors.reward_timeout_s, config.task.correct_at)
-        found.answer_start = answer_start(config, problems[0])
+        note = start_note(config, problems[0].text)
         budget_s = None if parsed.num else BUDGET_S
         is_whole = True
         try:
@@ -262,6 +262,8 @@ def check_reward(parsed: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             is_whole = False
     show(found)
+    if note:
+        print(f"NOTE     {note}")
     sentences = found.problems_found()
     for sentence in sentences:
         print(f"PROBLEM  {sentence}")

@@ -56,8 +56,8 @@ IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("buffer.lease_timeout_s buffer.max_attempts", "buffer.source", lambda c: c.buffer.source is None),
     ("actors.keep_every_s", "buffer.source", lambda c: c.buffer.source is None),
     ("actors.eval_problems", "actors.eval_every", lambda c: c.actors.eval_every),
-    ("actors.gpu_memory_share", "actors.gpus", lambda c: c.actors.gpus or _pools_have_gpus(c)),
-    ("learner.gpu_memory_share", "learner.gpus", lambda c: c.learner.gpus or _pools_have_gpus(c)),
+    ("actors.gpu_memory_share", "actors.gpus", lambda c: c.actors.gpus or c.pools),
+    ("learner.gpu_memory_share", "learner.gpus", lambda c: c.learner.gpus or c.pools),
     ("learner.collective_timeout_s", "learner.num_stages", lambda c: c.learner.num_stages * c.learner.num_replicas > 1),
     ("learner.lr_schedule", "learner.warmup_steps", lambda c: c.learner.warmup_steps < c.learner.num_steps),
     ("learner.reference_offload", "algorithm.type", lambda c: c.algorithm.needs.reference),
@@ -83,10 +83,14 @@ def idle_keys(config: BaseModel) -> Iterator[str]:
             if not acts(config):
                 beside = f"{other} = {attrgetter(other)(config)!r}"
                 yield f"{key} = {value!r} changes nothing beside {beside}: leave it out, or change the latter"
-    learner: Any = attrgetter("learner")(config)
+    steps, updates = attrgetter("learner.num_steps", "learner.updates_per_step")(config)
     for key, value in _set_keys(config, STEPS):
-        if value > learner.num_steps * (learner.updates_per_step if key.startswith(("algorithm", "actors")) else 1):
-            yield f"{key} = {value} is more than the run has, with learner.num_steps = {learner.num_steps}: lower it"
+        if value > steps * (updates if key.startswith(("algorithm", "actors")) else 1):
+            yield f"{key} = {value} is more than the run has, with learner.num_steps = {steps}: lower it"
+
+
+def _law(buffer: Any) -> str:  # noqa: ANN401 -- `launch.config`, which has the type, imports this module
+    return str(buffer.replay_sampler if buffer.sampler == "on_policy_share" else buffer.sampler)
 
 
 def _set_keys(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:
@@ -96,14 +100,6 @@ def _set_keys(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:
         info = type(getattr(config, section)).model_fields.get(name)
         if info is not None and (value := attrgetter(key)(config)) != info.default:
             yield key, value
-
-
-def _law(buffer: Any) -> str:  # noqa: ANN401 -- `launch.config`, which has the type, imports this module
-    return str(buffer.replay_sampler if buffer.sampler == "on_policy_share" else buffer.sampler)
-
-
-def _pools_have_gpus(config: Any) -> bool:  # noqa: ANN401 -- as above
-    return any(pool.gpus for pool in config.pools.values())
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.run_folder import RunFolder
 from learner.checkpoint_meta import DamagedCheckpoint, steps_in
-from learner.decoders import FAMILIES
+from learner.decoders import FAMILIES, check_served, unread_keys
 
 if TYPE_CHECKING:
     from learner.export import ExportedModel
@@ -35,6 +36,12 @@ except Exception as error:  # of many kinds; each means that there is no model
     sys.exit(1)
 """
 """In a process of its own: the Hub's client downloads in threads that no signal ends."""
+
+
+STARTED_NOTE = (
+    "prompts end with the start of the answer, {!r}: completions begin behind it, so a reward that looks for it does "
+    "not find it"
+)
 
 
 def fetch_model(model: ModelConfig, *, is_there: bool) -> Path:
@@ -116,8 +123,9 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
         raise ConfigError(
             f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
         )
-    _check_loads(path, key)
-    _check_layers(config, path, model.num_layers, is_trained=key not in config.model.frozen)
+    is_served = key not in config.model.frozen
+    model = replace(model, unread_keys=_check_loads(path, key, is_served=is_served))
+    _check_layers(config, path, model.num_layers, is_trained=is_served)
     if config.actors.max_model_tokens > model.max_position:
         raise ConfigError(
             f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
@@ -126,12 +134,19 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
     return model
 
 
-def _check_loads(path: Path, key: str) -> None:
-    from learner.model import check_checkpoint  # with Transformers: what is wrong elsewhere is said without it
+def _check_loads(path: Path, key: str, *, is_served: bool) -> tuple[str, ...]:
+    """Return the keys of its config.json that nothing reads."""
+    from transformers import AutoConfig  # what is wrong elsewhere is said without it
+
+    from learner.model import check_checkpoint
 
     try:
         with quiet_transformers():
             check_checkpoint(path)
+            model = AutoConfig.from_pretrained(path, local_files_only=True)
+            if is_served:
+                check_served(model)
+            return unread_keys(model)
     except (ModelFolderError, FileNotFoundError) as error:  # which name their file
         raise ConfigError(f"{key}: {error}") from None
     except Exception as error:  # Transformers refuses a config.json by errors of many kinds
@@ -168,7 +183,7 @@ def _check_layers(config: Config, path: Path, num_layers: int, *, is_trained: bo
 def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> Iterator[str]:
     """Yield a sentence for each thing of model and tokenizer that can be trained, and was probably not meant."""
     if task.answer_start:
-        yield start_note(task.answer_start)
+        yield STARTED_NOTE.format(task.answer_start)
     if model is None:
         return
     if model.unread_keys:
@@ -185,14 +200,6 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
             f"eos_token_id is {known}. A model that was taught so runs on to actors.max_new_tokens = "
             f"{config.actors.max_new_tokens}: name {number} too in eos_token_id of its generation_config.json{base}"
         )
-
-
-def start_note(start: str) -> str:
-    """Return what a prompt that has part of the answer means for rewards."""
-    return (
-        f"prompts end with the start of the answer, {start!r}: completions begin behind it, so a reward that looks for "
-        "it does not find it"
-    )
 
 
 def check_frozen(config: Config, model: ModelFacts | None) -> None:

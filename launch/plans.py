@@ -371,12 +371,13 @@ def read_plan(path: Path) -> tuple[list[str], Prediction]:
     """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        told = {key: value for key, value in tree.pop("plan").items() if key != "profile"}
-        prediction = msgspec.convert(told, Prediction)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; `leeway plan CONFIG.toml` writes one") from None
-    except (ValueError, KeyError, msgspec.ValidationError, AttributeError) as error:  # no UTF-8, or no TOML
-        raise ConfigError(f"{path} is no plan: {error}; `leeway plan CONFIG.toml` writes one") from None
+        told = tree.pop("plan", None)
+        if not isinstance(told, dict):
+            raise ValueError("it has no section [plan]")  # noqa: TRY004, TRY301 -- one sentence for all
+        prediction = msgspec.convert({**told, "profile": None}, Prediction)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, no TOML, or another TOML
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--plan {path} is no plan ({why}): give a file that `leeway plan` wrote") from None
     return as_overrides(dict(_flat(tree))), prediction
 
 

@@ -18,9 +18,10 @@ from typing import NamedTuple
 from actors.reward_process import CallFailed
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
-from actors.tasks.task import PromptCodec, open_tag
+from actors.tasks.task import OPEN_TAG, PromptCodec
+from common.hf_folder import CONFIG_NAME
 from launch.config import Config
-from launch.model_folder import start_note
+from launch.model_folder import STARTED_NOTE
 from launch.text import shortened
 
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "reference", "completion")
@@ -84,8 +85,6 @@ class RewardCheck:
     results: list[Result] = field(default_factory=list)
     cut: dict[str, str] = field(default_factory=dict)
     """Function -> why it was not tried on all completions, where it was not."""
-    answer_start: str = ""
-    """What prompts have of the answer, as `answer_start` returns it."""
 
     def totals(self, kind: str) -> list[float]:
         """The summed rewards of completions of a kind, problem by problem; those without one are left out."""
@@ -186,13 +185,14 @@ def spread(task: Task, num_problems: int) -> list[Problem]:
     return list(task.train[::step][:num_problems])
 
 
-def answer_start(config: Config, problem: Problem) -> str:
-    """Return what prompts have of the answer; of a chat template only if the model is a folder that is there."""
-    task, folder = config.task, Path(config.model.path or "")
-    if not task.chat:
-        return open_tag(problem.text)
-    has_codec = config.model.path is not None and folder.is_dir()
-    return PromptCodec(folder, True, task.system_prompt).answer_start(problem.text) if has_codec else ""
+def start_note(config: Config, prompt: str) -> str:
+    """Return a note if prompts have the start of the answer; of a chat template only if the model is there."""
+    start = "".join(OPEN_TAG.findall(prompt))
+    if config.task.chat:
+        folder, system_prompt = Path(config.model.path or ""), config.task.system_prompt
+        is_there = (folder / CONFIG_NAME).is_file()
+        start = PromptCodec(folder, True, system_prompt).answer_start(prompt) if is_there else ""
+    return STARTED_NOTE.format(start) if start else ""
 
 
 def _other(problems: Sequence[Problem], number: int) -> Problem:
@@ -302,8 +302,7 @@ def show(checked: RewardCheck) -> None:
     if checked.results:
         console.print(table)
         console.print(_LEGEND, soft_wrap=True)
-    notes = [f"NOTE     {start_note(checked.answer_start)}"] if checked.answer_start else []
-    for line in (*_examples(checked), *checked.cut.values(), *notes):
+    for line in (*_examples(checked), *checked.cut.values()):
         console.print(line, soft_wrap=True)
 
 

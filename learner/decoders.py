@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -29,18 +29,20 @@ class Family:
     """Does its rotary embedding turn layers of different attention types differently?"""
     caps_logits: bool = False
     """May its config cap logits (`final_logit_softcapping`)?"""
-    window_everywhere: bool = False
-    """Does `sliding_window` hold in every layer? Else in those that `layer_types` says."""
+    windows: Literal["none", "typed", "all"] = "none"
+    """The layers in which `sliding_window` holds: those that `layer_types` says, or all."""
+    serves_typed: bool = True
+    """Whether vLLM reads `layer_types` for it."""
 
 
 FAMILY_OF: Mapping[str, Family] = {
-    "gemma": Family(),
-    "gemma2": Family(caps_logits=True),
-    "gemma3_text": Family(caps_logits=True, typed_rotations=True),
+    "gemma": Family(serves_typed=False),
+    "gemma2": Family(caps_logits=True, windows="typed"),
+    "gemma3_text": Family(caps_logits=True, typed_rotations=True, windows="typed"),
     "llama": Family(),
-    "mistral": Family(window_everywhere=True),
-    "qwen2": Family(),
-    "qwen3": Family(),
+    "mistral": Family(windows="all"),
+    "qwen2": Family(windows="typed", serves_typed=False),
+    "qwen3": Family(windows="typed", serves_typed=False),
 }
 
 FAMILIES = tuple(FAMILY_OF)
@@ -90,6 +92,61 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
+SERVED_ALIKE: tuple[tuple[str, str, tuple[object, ...]], ...] = (
+    ("logit_scale", "llama mistral", (1,)),
+    ("bias qkv_bias", "llama mistral", (False,)),
+    ("mlp_bias llama_4_scaling ada_rms_norm_t_cond", "mistral", (False,)),
+    ("attention_bias", "mistral gemma qwen3", (False,)),
+    ("qk_norm", "qwen2", (False,)),
+    ("hidden_act", "llama mistral qwen2 qwen3", ("silu",)),
+    ("hidden_act", "gemma", ("gelu_pytorch_tanh",)),
+    ("hidden_activation", "gemma gemma2 gemma3_text", ("gelu_pytorch_tanh",)),
+    ("is_causal", " ".join(FAMILIES), (True,)),
+    ("compression_config dual_chunk_attention_config text_config", " ".join(FAMILIES), ({},)),
+)
+"""Keys of config.json that not both of vLLM 0.32 and Transformers 5.19 read so, for which families, and values with
+which they agree."""
+_OF_ROTATIONS = ("partial_rotary_factor", "rope_dim", "mrope_section", "use_fope")
+"""The same within rope_parameters: vLLM alone reads them."""
+_HARMLESS = (
+    "auto_map cache_implementation hidden_act ignore_keys_at_rope_validation is_llama_config layer_types leeway_untied "
+    "model_max_length model_type sliding_window tokenizer_class transformers.js_config unsloth_fixed unsloth_version"
+)
+"""Keys that change nothing of the model, or that `check_served` looks at."""
+
+
+def check_served(config: PreTrainedConfig) -> None:
+    """Refuse a model that engines would serve as another one than the learner trains: ValueError names the key."""
+    family, name = config.model_type, type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+    rows = [(key, alike) for keys, names, alike in SERVED_ALIKE if family in names.split() for key in keys.split()]
+    rows += [("architectures", ([name],))]
+    rows += [("head_dim", (config.hidden_size // config.num_attention_heads,))] * (family == "qwen2")
+    found = [(key, getattr(config, key, None), alike) for key, alike in rows]
+    found += [(key, each.get(key), (1, False)) for each in _rotations(config) for key in _OF_ROTATIONS]
+    if windows(config) != _served_windows(config):
+        found.append(("sliding_window", config.sliding_window, ("null",)))
+    for key, value, alike in found:
+        if value is not None and value not in alike:
+            raise ValueError(
+                f"config.json says {key} = {value}, which engine and learner do not read alike, so samples would be of "
+                f"another model than is trained: set it to {alike[0]} if the model was made so, or use another one"
+            )
+
+
+def _served_windows(config: PreTrainedConfig) -> list[int | None]:
+    """As `windows`, by vLLM: layers without one of their own have that of the model if no layer is of another type."""
+    window, kinds = getattr(config, "sliding_window", None) or None, getattr(config, "layer_types", None)
+    default = window if set(kinds or ()) <= {"sliding_attention"} else None
+    typed = family_of(config).serves_typed
+    return [window if typed and kind == "sliding_attention" else default for kind in layer_types(config)]
+
+
+def unread_keys(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return the keys of a config.json that Transformers does not know for this model type, and that say something."""
+    known = {*vars(type(config)()), *_HARMLESS.split()}
+    return tuple(sorted(key for key, value in vars(config).items() if value and key not in known and key[0] != "_"))
+
+
 def _rotations(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
     """Rotary parameters: one set, or one per attention type."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -111,9 +168,9 @@ def rotation_kinds(config: PreTrainedConfig) -> dict[str, dict[str, str]]:
 
 def windows(config: PreTrainedConfig) -> list[int | None]:
     """Tokens that a token of each layer sees, itself included; None: all before it."""
-    window = getattr(config, "sliding_window", None)
-    everywhere = family_of(config).window_everywhere
-    return [window if everywhere or kind == "sliding_attention" else None for kind in layer_types(config)]
+    window, where = getattr(config, "sliding_window", None) or None, family_of(config).windows
+    has_window = {"none": (), "typed": ("sliding_attention",), "all": layer_types(config)}[where]
+    return [window if kind in has_window else None for kind in layer_types(config)]
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:

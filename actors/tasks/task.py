@@ -331,15 +331,10 @@ def _plain(value: object) -> object:
 _to_json = json.JSONEncoder(default=_plain, skipkeys=True, ensure_ascii=False, separators=(",", ":")).encode
 _ANSWER = {"role": "assistant", "content": "the-answer"}
 """A turn on which a chat template is tried."""
-_OPEN_TAG = re.compile(r"<(think|thinking|thought|reasoning|answer)>\s*$", re.IGNORECASE)
+OPEN_TAG = re.compile(r"(<(?:think|thinking|thought|reasoning|answer)>)\s*$", re.IGNORECASE)
+"""What a prompt ends with that has the start of the answer."""
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
 """Of which a folder with a tokenizer has at least one."""
-
-
-def open_tag(prompt: str) -> str:
-    """Return the tag of an answer's first part that a prompt ends with, as '<think>'; empty if there is none."""
-    found = _OPEN_TAG.search(prompt)
-    return found.group().strip() if found else ""
 
 
 class PromptCodec:
@@ -412,7 +407,7 @@ class PromptCodec:
         answered = (self._tried(_ANSWER), self._tried(_ANSWER, *self._turns("")[-1:]))
         heads = [head for head, found, _ in (chat.partition(_ANSWER["content"]) for chat in answered) if found]
         starts = [prompt[len(head) :].strip() for head in heads if prompt.startswith(head)]
-        return max(starts, key=len, default="") or open_tag(prompt)
+        return max(starts, key=len, default="") or "".join(OPEN_TAG.findall(prompt))
 
     def _tried(self, *answered: dict[str, str], **options: bool) -> str:
         """Return how a question and these turns are rendered; empty without a template, or if it refuses them."""

@@ -191,7 +191,7 @@ class ActorPools:
         working = [actor for actor in list(self.actors) if self._watch(actor)]
         if self.actors and all(actor.lost for actor in self.actors):  # a run on recorded samples may have none
             last = self.actors[-1]
-            raise RunFailed(f"no actor is left: {last.name} was {last.lost}; see {last.log}")
+            raise RunFailed(f"no actor is left: {last.name} was {last.lost}; {last.see}")
         return working
 
     def ready(self) -> list[ActorProcess]:
@@ -209,7 +209,7 @@ class ActorPools:
             self.watch()
             if time.monotonic() > deadline:
                 last = self.actors[-1]
-                raise RunFailed(f"no actor became ready, the last is {last.name}; see {last.log}")
+                raise RunFailed(f"no actor became ready, the last is {last.name}; {last.see}")
             time.sleep(0.2)
         return ready
 
@@ -360,9 +360,11 @@ class ActorPools:
             left = sum(1 for each in self.actors if not each.is_going)
             times = f"after {actor.restarts.in_a_row} restarts in a row"
             others = f"{left} other actor{'' if left == 1 else 's'}"
-            self._notify("given_up", f"{actor.name} is given up {times}: {why}; {others} left; see {actor.log}")
+            self._notify("given_up", f"{actor.name} is given up {times}: {why}; {others} left; {actor.see}")
             return
-        self._notify("restart", f"{actor.name} died ({why}) and is started again; its leases are issued anew")
+        self._notify(
+            "restart", f"{actor.name} died ({why}) and is started again, its leases are issued anew; {actor.see}"
+        )
         actor.forget()
         actor.restarts.count()
         self._look_for_a_place(actor)

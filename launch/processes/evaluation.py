@@ -98,7 +98,7 @@ class Evaluation:
         actor, was_told = asked.actor, told_to_end(error) is not None
         if not actor.is_going and not was_told:
             if self._retries_left == 0:
-                raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; see {actor.log}") from None
+                raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; {actor.see}") from None
             self._retries_left -= 1
         if (was_told or isinstance(error, RayActorError)) and actor.handle is asked.handle:
             actor.running = asked.call  # its work has ended: it is not ready, and will be started again

@@ -118,7 +118,7 @@ class Helpers(ABC):
     def _start_again(self, helper: PlacedProcess, why: str) -> None:
         helper.kill()  # it may have failed without dying
         if helper.restarts.are_spent:
-            self._give_up(helper, f"{why}; see {helper.log}")
+            self._give_up(helper, f"{why}; {helper.see}")
             return
         self._notify("restart", f"{helper.name} died ({why}) and is started again; {self._without} meanwhile")
         helper.forget()

@@ -354,7 +354,7 @@ class LearnerGroup:
         if own:
             # a rank that only heard that the coordinator gave up has its words, but neither its error nor its log
             stage, error = min(own, key=lambda each: _is_a(each[1], CoordinatorFailed))
-            raise RunFailed(f"{stage.name} failed: {reason(error)}; see {stage.log}")
+            raise RunFailed(f"{stage.name} failed: {reason(error)}; {stage.see}")
         stage, error = failures[0]
         if silent:
             return _Loss(tuple(silent), f"did not answer the others ({reason(error)})")

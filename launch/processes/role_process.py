@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import shutil
 import sys
 import threading
@@ -27,6 +28,7 @@ from common.hf_folder import ModelFolderError
 from common.user_input import UserFileError
 from launch.host import configure_logging, keep_files_private
 from launch.observe.status import ProcessStatus
+from launch.text import shortened
 
 STARTUP_KEY = "launch.startup_timeout_s"
 LASTING_S = 3600.0
@@ -35,6 +37,20 @@ SILENCE_S = 60.0
 """A role that answers nothing for so long is told of. It answers within milliseconds, but for a host that swaps."""
 _CHECK_EVERY_S = 1.0
 LOG_BYTES = 64 * 2**20  # size at which the log of a role is rotated
+
+
+_STARTED = "this process has started\n"
+"""Written to a log, which has what several processes of a role wrote, one after the other."""
+_CAUSES = (
+    r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] ([\w.]+(?:Error|Exception)\b.*)$",
+    r"^(Fatal Python error: .*|terminate called .*)$",
+    r'(?:^Process (?:EngineCore|Worker)|File "<string>", line 1, in <module>)(?s:.*?)^([\w.]+Error\b.*)$',
+)
+"""Lines that state why a process of an engine failed: it logs them, dies by them, or fails before it can log."""
+_FOLLOWS = re.compile("root cause|EngineDead|Engine ?[Cc]ore|Executor failed|initialization failed")
+"""In lines of processes that failed because another did."""
+_TAIL_BYTES, _QUOTED_CHARACTERS = 2**18, 300
+_NO_REASON = "For further information visit"  # pydantic's last line
 
 
 Notify = Callable[[str, str], None]
@@ -104,6 +120,7 @@ class Role:
         os.close(descriptor)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         configure_logging()
+        print(_STARTED, end="", flush=True)
         faulthandler.enable()
         threading.Thread(target=_rotate, args=(log,), name="log", daemon=True).start()
 
@@ -151,6 +168,17 @@ class RoleProcess:
     def name(self) -> str:
         """For people: role and number, as in the name of its log."""
         return f"{self.role}.{self.number}"
+
+    @property
+    def see(self) -> str:
+        """Where its log is, and before that the line in it that states why an engine failed, if there is one."""
+        try:
+            with self.log.open("rb") as log:  # never mapped: a log is cut while it is in use
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                cause = cause_in(log.read().decode(errors="replace"))
+        except OSError:  # it is on another host
+            cause = ""
+        return f"its log says '{shortened(cause, _QUOTED_CHARACTERS)}'; see {self.log}" if cause else f"see {self.log}"
 
     @property
     def state(self) -> str:
@@ -246,11 +274,11 @@ def results(
             if error is not None and isinstance(cause := _cause(error), TaskError | ModelFolderError | UserFileError):
                 raise WrongInput(f"{process.name}: {cause}")
             if error is not None:
-                raise RunFailed(f"{process.name} failed: {reason(error)}; see {process.log}")
+                raise RunFailed(f"{process.name} failed: {reason(error)}; {process.see}")
         elif left_s <= _CHECK_EVERY_S:
             process = next(iter(waiting.values()))
             raise RunFailed(
-                f"waited {time.monotonic() - started:.0f} s for {process.name} {what} and gave up; see {process.log}, "
+                f"waited {time.monotonic() - started:.0f} s for {process.name} {what} and gave up; {process.see}, "
                 f"or raise {STARTUP_KEY}"
             )
     return [ray.get(call) for _, call in calls]
@@ -294,9 +322,16 @@ def reason(error: Exception) -> str:
     cause = _cause(error)
     if isinstance(cause, UserFileError):
         return " ".join(str(cause).split())
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip() and _NO_REASON not in line]
     if not lines:
         return type(cause).__name__
     if isinstance(error, RayTaskError) or "creation task" in lines[0]:
         return lines[-1] if "creation task" in lines[0] else f"{type(cause).__name__}: {lines[-1]}"
     return lines[0]
+
+
+def cause_in(log: str) -> str:
+    """Return the line of a log that states why the engine of its last process failed; empty if there is none."""
+    own = log.rpartition(_STARTED)[2]
+    found = ([line for line in re.findall(cause, own, re.M) if not _FOLLOWS.search(line)] for cause in _CAUSES)
+    return next((lines[-1] for lines in found if lines), "")

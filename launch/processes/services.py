@@ -147,7 +147,7 @@ class Services(ABC):
             who, why = self._who(process.number), outcome(process.running)
             if process.restarts.are_spent:
                 times = process.restarts.in_a_row + 1
-                raise RunFailed(f"{who} ended {times} times in a row, last: {why}; see {process.log}")
+                raise RunFailed(f"{who} ended {times} times in a row, last: {why}; {process.see}")
             self._notify("restart", f"{who} ended ({why}) and is started again on the same store")
             self._start_again(process)
 

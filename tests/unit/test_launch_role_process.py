@@ -153,3 +153,44 @@ def test_a_log_on_a_full_disk_is_looked_at_again(tmp_path, monkeypatch):
     with pytest.raises(StopIteration):
         role_process._rotate(log)
     assert log.stat().st_size == 2000
+
+
+KV = (
+    "(EngineCore pid=18879) ERROR 11-29 01:26:54 [core.py:1510]     raise ValueError(\n"
+    "(EngineCore pid=18879) ERROR 11-29 01:26:54 [core.py:1510] ValueError: No available memory for the cache blocks. "
+    "Try increasing `gpu_memory_utilization` when initializing the engine.\n"
+    "Process EngineCore:\nTraceback (most recent call last):\n    raise ValueError(\n"
+    "ValueError: No available memory for the cache blocks.\n"
+    "2026-11-29 01:27:02,282 WARNING launch.processes.actor_role: actor-0 is told to end by SIGTERM\n"
+)
+"""Out of the log of an actor whose actors.kv_cache_gib was too small."""
+WORKER = (
+    "(Worker_TP0 pid=12) ERROR 01-01 00:00:00 [w.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
+    "(EngineCore pid=11) ERROR 01-01 00:00:01 [core.py:2] RuntimeError: Worker failed; see above for the root cause\n"
+    "(EngineCore pid=11) ERROR 01-01 00:00:01 [core.py:2] vllm.v1.engine.exceptions.EngineDeadError: EngineCore died\n"
+)
+CHILD = (
+    'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n    import x\n'
+    "ImportError: libcudart.so.13: cannot open shared object file\nRuntimeError: Engine core initialization failed.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (KV, "ValueError: No available memory for the cache blocks. Try increasing"),
+        (WORKER, "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"),
+        (CHILD, "ImportError: libcudart.so.13: cannot open shared object file"),
+        ("Fatal Python error: Bus error\n\nCurrent thread\n", "Fatal Python error: Bus error"),
+        ("a reward printed\nTraceback (most recent call last):\nKeyError: 'x'\n", ""),
+        (KV + "this process has started\nall is well\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_line_of_a_log_that_states_why_an_engine_failed_is_quoted(tmp_path, log, cause):
+    path = tmp_path / "actor.0.log"
+    path.write_text(log)
+    see = RoleProcess("actor", 0, None, path, Restarts(1)).see
+    assert see.endswith(f"see {path}")
+    assert (f"its log says '{cause}" in see) == bool(cause)
+    assert RoleProcess("actor", 0, None, tmp_path / "elsewhere", Restarts(1)).see == f"see {tmp_path / 'elsewhere'}"

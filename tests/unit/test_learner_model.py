@@ -12,7 +12,16 @@ from transformers import AutoModelForCausalLM
 
 from common.hf_folder import HEAD
 from learner.config import LearnerConfig
-from learner.decoders import FAMILIES, StageShare, balance, cost_of, cost_shares, split_layers
+from learner.decoders import (
+    FAMILIES,
+    StageShare,
+    balance,
+    check_served,
+    cost_of,
+    cost_shares,
+    split_layers,
+    unread_keys,
+)
 from learner.mesh import MeshPlace
 from learner.model import EMBEDDING, DeviceBatch, StageModule, check_checkpoint
 from learner.networks import load_chunks
@@ -283,3 +292,61 @@ def test_an_off_loaded_stage_scores_to_the_same_bit_and_holds_nothing_in_between
 def test_a_stage_that_learns_is_not_off_loaded(tmp_path):
     with pytest.raises(AssertionError, match="learns"):
         load(Model("llama", True).save(tmp_path)).offload("disk", tmp_path)
+
+
+MIXED = ["sliding_attention", "full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "key"),
+    [
+        ("llama", {"logit_scale": 0.5}, "logit_scale"),
+        ("llama", {"sliding_window": 4}, "sliding_window"),
+        (
+            "llama",
+            {"sliding_window": 4, "layer_types": MIXED},
+            "sliding_window",
+        ),
+        ("gemma", {"sliding_window": 4}, "sliding_window"),
+        ("mistral", {"layer_types": MIXED}, "sliding_window"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window"),
+        ("qwen2", {"head_dim": 8}, "head_dim"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("gemma3_text", {"is_causal": False}, "is_causal"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+    ],
+)
+def test_a_key_that_engine_and_learner_do_not_read_alike_is_refused_by_its_name(family, changes, key):
+    """Argued from the model files of vLLM 0.32 and the modeling files of Transformers 5.19, key by key."""
+    with pytest.raises(ValueError, match=rf"^config.json says {key} = .*: set it to "):
+        check_served(config_of(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", {"logit_scale": 1.0, "attention_bias": True, "mlp_bias": True, "sliding_window": 0}),
+        ("mistral", {"sliding_window": 4}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}),
+        ("gemma2", {"sliding_window": 4, "attention_bias": True}),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+        ("llama", {"architectures": ["LlamaForCausalLM"]}),
+    ],
+)
+def test_what_engine_and_learner_read_alike_is_not_refused(family, changes):
+    check_served(config_of(family, **changes))
+
+
+def test_keys_of_a_config_that_nothing_reads_are_known():
+    assert unread_keys(config_of("llama", residual_multiplier=0.2, use_mrope=False, clip_qkv=None)) == (
+        "residual_multiplier",
+    )
+    assert all(unread_keys(config_of(family)) == () for family in FAMILIES)
