@@ -84,7 +84,6 @@ class ActorsConfig(BaseModel):
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest prompt plus completion."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     def room(self, num_to_generate: int, num_open: int, num_ahead: float = 0.0, slots: int | None = None) -> int:

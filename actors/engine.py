@@ -66,7 +66,6 @@ class _Running:
     request_id: str
     prefix: Prefix | None
     version: PolicyVersion
-    """That it was sent under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class Engine:
         sockets: EngineSockets,
         stats: EngineStats,
     ) -> None:
-        """Use `start`."""
         self._llm: AsyncLLM | None = llm
         self._stats = stats
         self._sockets = sockets

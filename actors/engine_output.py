@@ -106,7 +106,6 @@ class EngineReport:
     num_preempted: int = 0
     """Times that a running request had to make room in the cache; it is computed anew later."""
     num_ended: int = 0
-    """Requests that have ended."""
     queued_s: float = 0.0
     """Seconds that these had waited within the engine before their first step."""
     kv_usage: float = 0.0
@@ -216,7 +215,6 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
     # model, and nobody reads it
     class Logger(PrometheusStatLogger):
         def __init__(self, vllm_config: VllmConfig, engine_indexes: object = None) -> None:
-            """There is one engine."""
             stats.cache = _cache_of(vllm_config)
 
         def record(

@@ -235,7 +235,6 @@ def known_engine_args() -> frozenset[str]:
 _SOCKETS_ENV = "VLLM_RPC_BASE_PATH"
 _END_S = 10.0
 _MAX_PATH_BYTES = 107
-"""Of a Unix socket."""
 _NAME_BYTES = 37
 """Of those that vLLM makes: a slash and a UUID."""
 _KIN = r"leeway-{user}-vllm-\d+-\d{{1,9}}"

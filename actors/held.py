@@ -42,7 +42,6 @@ class HeldLease:
     to_generate: set[int]
     """Those of them that the engine has not completed yet."""
     renew_at_s: float
-    """On the loop's clock."""
     prefixes: dict[int, Prefix]
     """The tokens that samples go on from."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -50,13 +49,11 @@ class HeldLease:
     completed: dict[int, Completed] = field(default_factory=dict)
     """Those that have left the engine and are not pushed yet, for they are scored or handed on."""
     left: set[int] = field(default_factory=set)
-    """Those that are handed on."""
     pushing: set[int] = field(default_factory=set)
     """Those that are on their way to the buffer."""
 
     @property
     def unfinished(self) -> set[int]:
-        """Those that nothing was sent of."""
         return self.open - self.pushing
 
 

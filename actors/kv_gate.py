@@ -36,11 +36,9 @@ Floats = npt.NDArray[np.float64]
 MARGIN = 2.5
 """Standard deviations kept free: rarely more is needed than there is, which shows as samples preempted."""
 REMEMBERED = 512
-"""Lengths."""
 _ASSUMED = 32
 """Samples as long as they may be, which are believed in until others were seen."""
 _NUM_TIMES = 21
-"""At which is looked ahead."""
 _LIKE_GROUPS = 4.0
 """What is assumed of the correlation of siblings weighs as much as so many groups of them, as alike as not."""
 _KEPT = 0.99
@@ -163,7 +161,6 @@ class KvGate(Generic[K]):
         self.history = LengthHistory(self._longest)
 
     def __len__(self) -> int:
-        """Samples that run."""
         return len(self._running)
 
     @property
@@ -277,7 +274,6 @@ class _Ahead(NamedTuple):
     times_T: Floats
 
     def plus(self, mean_T: Floats, variance_T: Floats) -> _Ahead:
-        """With others beside them."""
         return _Ahead(self.mean_T + mean_T, self.variance_T + variance_T, self.times_T)
 
     def fits(self, cache: KvCache) -> bool:
@@ -300,7 +296,6 @@ class Slots(Generic[K]):
 
     @property
     def needs_lengths(self) -> bool:
-        """As `KvGate.needs_lengths`."""
         return self._gate.needs_lengths
 
     def at_once(self) -> int:
@@ -309,7 +304,6 @@ class Slots(Generic[K]):
         return max(1, len(self._gate)) if is_full else self._gate.slots(self._now())
 
     async def take(self, key: K, sample: KvSample) -> None:
-        """Wait for one."""
         turn = asyncio.get_running_loop().create_future()
         waits = turn, key, sample
         self._waiting.append(waits)

@@ -59,7 +59,6 @@ class Parts:
     """What an actor works with, each already started."""
 
     task: Task
-    """With encoded prompts."""
     decoder: PromptCodec
     scorer: Scorer
     engine: Engine

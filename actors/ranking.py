@@ -36,7 +36,6 @@ PENALTIES = (1.0, 10.0, 100.0)
 MOST_LEFT = 0.95
 """Of the variance: where more is left tokens tell nothing, and what they seem to tell is chance."""
 FEWEST = 64
-"""Prompts that have to be known."""
 LEAST_COMMON = 5
 """N-grams that fewer of them have tell of these alone."""
 _AT_ONCE = 20_000
@@ -62,7 +61,6 @@ class Features:
     """Of the prompts of a task."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        """Of encoded prompts."""
         lengths = np.array([len(problem.token_ids) for problem in problems])
         self._tokens = np.concatenate([np.asarray(problem.token_ids, np.int32) for problem in problems])
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -74,7 +72,6 @@ class Features:
         """(prompts, 1 + numeric columns): logarithm of the length and the columns, with mean 0 and variance 1."""
 
     def __len__(self) -> int:
-        """Number of prompts."""
         return len(self._bounds) - 1
 
     def rows(self, prompts: npt.NDArray[np.int64]) -> csr_matrix:

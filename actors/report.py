@@ -24,7 +24,6 @@ class WeightUpdate:
     """One update of the engine's weights. Generation paused from start to end."""
 
     start_s: float
-    """Wall clock, seconds since the epoch."""
     end_s: float
     load_s: float
     """How much of the pause was the reload."""
@@ -33,7 +32,6 @@ class WeightUpdate:
 
     @property
     def pause_s(self) -> float:
-        """How long generation paused."""
         return self.end_s - self.start_s
 
 
@@ -43,15 +41,11 @@ class ActorReport:
 
     name: str
     pool: str
-    """That the actor is of."""
     version: tuple[int, int]
-    """(incarnation, version) that the engine serves."""
     task_fingerprint: str
     """Equal for all actors, or they disagree about what a prompt id means."""
     num_samples: int
-    """Completions generated."""
     num_tokens: int
-    """Tokens of those completions."""
     num_outcomes: dict[str, int]
     """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
     failing: list[FailingReward]
@@ -61,7 +55,6 @@ class ActorReport:
     settled_s: float
     """Seconds that pushed ones took from their last token until the buffer had answered, added up."""
     num_running: int
-    """Training requests in the engine now."""
     num_slots: int
     """How many there may be at once: as many as its cache is likely to hold, if that is fewer than configured."""
     running_s: float
@@ -71,7 +64,6 @@ class ActorReport:
     refused: str
     """The version refused last and why; empty once the engine serves the newest."""
     updates: list[WeightUpdate]
-    """Of the weights."""
     hand_on_at: int
     """Tokens with which its samples go on in a faster pool; 0: none does."""
     waiting: str
@@ -88,7 +80,6 @@ class Counts:
     num_samples: int = 0
     num_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of pushed trajectories."""
     num_handed_on: int = 0
     """Samples left to another actor, with what there was of them."""
     num_tokens_lost: int = 0
@@ -99,7 +90,6 @@ class BusyClock:
     """Merged intervals during which at least one request was running, and how many there were."""
 
     def __init__(self, wall: Callable[[], float] = wall_time) -> None:
-        """Start idle."""
         self.num_running = 0
         self._wall = wall
         self._since_s = 0.0
@@ -109,14 +99,12 @@ class BusyClock:
         self._closed: deque[tuple[float, float]] = deque(maxlen=_MAX_INTERVALS)
 
     def enter(self) -> None:
-        """A request starts."""
         now_s = self._count()
         if self.num_running == 0:
             self._since_s = now_s
         self.num_running += 1
 
     def leave(self) -> None:
-        """A request ends."""
         assert self.num_running > 0, "a request ended that never started"
         now_s = self._count()
         self.num_running -= 1

@@ -119,7 +119,6 @@ class RewardProcess:
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Use `start`."""
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -172,7 +171,6 @@ class RewardProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Can it take another call?"""
         return not self._is_ended and not self._reader.at_eof() and self._process.poll() is None
 
     async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:

@@ -57,9 +57,7 @@ class FailingReward:
     why: str
     """Of the last failure, with its details; its first characters, as of the texts below."""
     num_samples: int
-    """Given up, one after the other."""
     for_s: float
-    """Since the first of them."""
     timeout_s: float
     """The limit of a call, where the reason is that calls take longer; else 0."""
     prompt: str
@@ -152,7 +150,6 @@ class Scorer:
             raise RewardFailed(", ".join(parts), "their sum is not finite") from None
 
     async def close(self) -> None:
-        """Stop scoring, and end the processes."""
         await asyncio.gather(*(lane.close() for lane in self._lanes))
 
 

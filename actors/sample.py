@@ -102,7 +102,6 @@ class Completed:
 
     generation: Generation
     started_s: float
-    """Wall clock, seconds since the epoch."""
     finished_s: float
 
 
@@ -207,7 +206,6 @@ class SampleMaker:
         self.slots.free(key, num_tokens if is_over else None, is_cut=is_cut)
 
     def is_in_engine(self, lease: Lease, sample_index: int) -> bool:
-        """Does the engine generate it?"""
         return self._engine.runs((lease.lease_id, sample_index))
 
     async def interrupt(self, lease: Lease, sample_indices: Iterable[int]) -> None:

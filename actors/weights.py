@@ -119,7 +119,6 @@ class WeightFollower:
             self._poll_now.set()
 
     def take_updates(self) -> list[WeightUpdate]:
-        """Those since the last call."""
         updates = list(self._updates)
         self._updates.clear()
         return updates
@@ -255,7 +254,6 @@ class WeightFollower:
 
     @property
     def version(self) -> PolicyVersion:
-        """What the engine serves."""
         return self._engine.version
 
     async def catch_up(self, at_least: PolicyVersion) -> None:

@@ -63,7 +63,6 @@ class LossInputs:
     group_B: Tensor
     """int64: the group (0..num_groups-1) of each sequence: samples of one lease, or of one prompt."""
     rewards_B: Tensor
-    """Reward of each sequence, finite."""
     finished_B: Tensor
     """bool: the sequence ended with an end-of-sequence token (not by length)."""
     num_groups: int
@@ -82,7 +81,6 @@ class LossInputs:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
         return int(self.group_B.numel())
 
     def sum_per_sequence(self, values_T: Tensor) -> Tensor:
@@ -96,7 +94,6 @@ class LossInputs:
 
     @property
     def length_B(self) -> Tensor:
-        """int64: completion tokens of each sequence."""
         # as bincount, which asks the device for the largest first
         none_B = torch.zeros(self.num_sequences, dtype=torch.int64, device=self.sequence_T.device)
         return none_B.index_add(0, self.sequence_T, torch.ones_like(self.sequence_T))
@@ -161,7 +158,6 @@ def _number(name: object, found: Any) -> float | None:  # noqa: ANN401 -- of a u
 
 
 def described(found: object) -> str:
-    """Describe what a user's code returned."""
     return f"a {type(found).__name__}, {getattr(found, 'shape', None) or reprlib.repr(found)},"
 
 
@@ -178,13 +174,11 @@ class Needs:
     prompts: bool = False
     """All samples of a prompt in a step must be in one update."""
     reference: bool = False
-    """Log-probabilities of the reference model."""
     behaviour: bool = False
     """Finite log-probabilities of the policy that sampled."""
     proximal: bool = False
     """Log-probabilities of the policy at the start of the draw: one more forward pass, where it has several updates."""
     rewards_of_success: bool = False
-    """Rewards of 0 or more."""
     separable: Unit | None = None
     """The gradient with respect to a sequence's log-probabilities depends on those of that sequence, of its group or of
     its prompt alone, also where the proximal policy is the present one; rewards, references and counts of the whole
@@ -222,7 +216,6 @@ class AlgorithmSection(BaseModel):
 
     @property
     def needs(self) -> Needs:
-        """What a run must provide."""
         return Needs()
 
 

@@ -77,7 +77,6 @@ class TokenTIS(Correction):
         return self
 
     def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
-        """max(min(rho, C), floor)."""
         return _truncated(weighing, log_rho_T.exp(), self.cap, self.type, self.floor)
 
 
@@ -101,7 +100,6 @@ class IcePop(Interval):
     high: PositiveFloat = Field(default=5.0, description="Greatest rho that is kept.")
 
     def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
-        """0 where rho leaves [low, high]."""
         rho_T = log_rho_T.exp()
         return _masked(weighing, (rho_T >= self.low) & (rho_T <= self.high), self.type)
 
@@ -312,7 +310,6 @@ class EssDecision:
     lr_scale: float = 1.0
     """Factor of the learning rate, in [0, 1]."""
     drop: bool = False
-    """Take no optimizer step."""
 
 
 @dataclass(frozen=True)

@@ -330,7 +330,6 @@ def _shares(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
 
 
 def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measured) -> Tensor:
-    """Advantage of each token, constant: T."""
     rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
     penalty_T = torch.zeros_like(inputs.behaviour_logprobs_T)
     if config.needs.reference:
@@ -347,7 +346,6 @@ def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measure
 
 
 def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards_B: Tensor) -> Tensor:
-    """Advantage of each sequence: B."""
     if config.is_users_baseline:
         setting = f"algorithm.baseline = '{config.baseline}'"
         with blamed(setting):

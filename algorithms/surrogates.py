@@ -105,7 +105,6 @@ class CISPO(Interval):
     high: PositiveFloat = Field(default=5.0, description="Greatest u as a weight.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
-        """sg[clip(u, low, high)] A log pi."""
         ratio_T = clamped_exp((inputs.logprobs_T - inputs.proximal_logprobs_T).detach())
         weight_T = ratio_T.clamp(self.low, self.high)
         counts_T = advantage_T != 0
@@ -169,7 +168,6 @@ class DPPO(Correction):
 AnyClipped = SequenceClip | GSPO | CISPO
 AnyWhole = VESPO | DPPO
 AnySurrogate = AnyClipped | AnyWhole
-"""Those that a config may name."""
 Surrogate = TokenClip | AnySurrogate
 """Measures an update: `objective` is of each token, and constant in the proximal and behaviour log-probabilities."""
 

@@ -73,7 +73,6 @@ class TrajectoryBalanceConfig(WeighedGroupSection):
         )
 
     def beta_at(self, step: int) -> float:
-        """Beta after `step` optimizer steps."""
         if self.beta_final is None:
             return self.beta
         share = min(1.0, step / self.beta_steps)

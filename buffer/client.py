@@ -170,8 +170,6 @@ class BufferClient:
         return await_welcome(self.hello(), [self], self._config, deadline)
 
     def hello(self) -> Future[p.Welcome]:
-        """As `connect`, without blocking."""
-
         def welcomed(answer: Answer) -> p.Welcome:
             welcome = _expect(answer, p.Welcome)
             self._epoch = welcome.epoch
@@ -248,7 +246,6 @@ class BufferClient:
         return self._outbox.push_many(trajectories)
 
     def has_room(self, trajectory: Trajectory) -> bool:
-        """Would `push` return at once?"""
         return self._outbox.has_room(trajectory)
 
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:

@@ -17,9 +17,7 @@ MAX_MESSAGE_MIB = 64
 """A larger message is refused: ZeroMQ has all of one in memory before anyone can look at it. Clients send far smaller
 ones, and the longest single trajectory that fits has some eight million tokens."""
 MAX_GROUP_SIZE = 2**16
-"""No group has more samples."""
 MAX_PORT = 65535
-"""Of TCP."""
 
 
 class BufferConfig(BaseModel):

@@ -120,7 +120,6 @@ class BufferCore:
     """`buffer.sharding` puts its own in their place."""
 
     def __init__(self, share: Share, clock: Callable[[], float]) -> None:
-        """Compose the rules."""
         self.facts = facts = share.facts
         prompts = Prompts(facts, share.contract, share.prompts, share.config, clock)
         self.groups = Groups(share.config, facts.group_size, facts.groups_per_step, prompts, num_kept=share.capacity)
@@ -178,7 +177,6 @@ class BufferCore:
     def push(
         self, tx: Transaction, pushes: Pushes, refusals: Mapping[int, str] = MappingProxyType({})
     ) -> list[p.PushReply | p.Refused]:
-        """Answer pushes, in order; as `Ingest.push`."""
         self.groups.prepare(tx)
         return self.ingest.push(tx, pushes, refusals)
 

@@ -88,7 +88,6 @@ class Pace:
     """How long a step takes; forgets."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Nothing is known."""
         self._clock = clock
         self._drawn_s = self._finished_s = -inf
         self.step_s = self.train_s = 0.0
@@ -103,11 +102,9 @@ class Pace:
         self._finished_s = -inf
 
     def drawn(self) -> None:
-        """A step begins."""
         self._drawn_s = self._clock()
 
     def finished(self) -> None:
-        """It is over."""
         now_s = self._clock()
         if self._finished_s > -inf:
             step_s, train_s = now_s - self._finished_s, now_s - max(self._drawn_s, self._finished_s)
@@ -137,17 +134,14 @@ class Window:
     """The prompts that wait, in the data's order and by their length."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._in_order: dict[int, Waiting] = {}
         self._by_length: list[tuple[float, int]] = []
         """With the places in the data's order negative: of several that are as long, the next comes last."""
 
     def __len__(self) -> int:
-        """How many wait."""
         return len(self._in_order)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """In the data's order."""
         return iter(self._in_order.values())
 
     def put(self, waiting: Waiting) -> None:
@@ -159,7 +153,6 @@ class Window:
         insort(self._by_length, (waiting.longest, -waiting.order))
 
     def take(self, waiting: Waiting) -> None:
-        """It waits no longer."""
         del self._in_order[waiting.order]
         del self._by_length[bisect_left(self._by_length, (waiting.longest, -waiting.order))]
 
@@ -218,15 +211,12 @@ class LongestFirst(InOrder):
     """Gives the longest."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
-        """It always does."""
         return True
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """It never is."""
         return False
 
     def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        """The longest."""
         return window.longest() or window.shortest()
 
 
@@ -234,7 +224,6 @@ class ByDeadline(InOrder):
     """Gives what a slower lane would be late with to a lane that would not."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
-        """With one lane it does not."""
         return num_lanes > 1
 
     def is_in_order(self, speeds: Speeds) -> bool:
@@ -271,7 +260,6 @@ class ByDeadline(InOrder):
 
 
 def window_size(groups_per_step: int) -> int:
-    """Prompts of a window."""
     return WINDOW_STEPS * groups_per_step
 
 
@@ -307,7 +295,6 @@ class SuccessModel:
         self._is_known[prompt] = tries is not None
 
     def get(self, prompt: int) -> Tries | None:
-        """As it was put."""
         if not self._is_known[prompt]:
             return None
         return Tries(float(self._passed[prompt]), float(self._failed[prompt]), int(self._versions[prompt]))
@@ -385,7 +372,6 @@ class EpochOrder:
     in_order = True
 
     def __init__(self, own: Ids, seed: int) -> None:
-        """Of the prompts with these ids."""
         self._own, self._seed = own, seed
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
@@ -409,7 +395,6 @@ class ByChance:
         self._successes = successes
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
-        """As `PromptLaw`."""
         random = np.random.default_rng([self._seed & 0xFFFFFFFF, _BY_CHANCE, first])
         many = min(many, max(1, len(self._own) // _AT_ONCE))
         drawn: Ids = random.choice(self._own, many, replace=False, p=self.chances(version))

@@ -239,7 +239,6 @@ class Draws:
         return [still_open[i].group_id for i in held_back]
 
     def _open(self, tx: Transaction) -> Iterator[ReadyGroup]:
-        """The groups that are not complete."""
         for group_id in self._groups.index.open:
             yield ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
 
@@ -267,7 +266,6 @@ def _offer(group: Group) -> Offer:
 
 
 def _some(names: list[str], num: int) -> str:
-    """The first of `num` names."""
     named = "; ".join(names[:MAX_NAMED])
     return named if num <= MAX_NAMED else f"{named}; and {num - MAX_NAMED} others"
 
@@ -283,11 +281,9 @@ class Offer(NamedTuple):
     lengths: tuple[int, ...]
     """Tokens of each sample that the step would use."""
     completions: tuple[int, ...]
-    """Completion tokens of the same samples."""
 
     @property
     def bucket(self) -> int:
-        """Of its mean completion."""
         return bucket_of(sum(self.completions) / max(1, len(self.completions)))
 
 

@@ -42,7 +42,6 @@ class StoredSample(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     num_completion_tokens: int
     is_cut: bool
-    """Its completion would have gone on."""
     oldest: tuple[int, int]
     """(incarnation, version) of the first token: versions only grow within a trajectory."""
 

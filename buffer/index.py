@@ -43,7 +43,6 @@ class Evictable(NamedTuple):
     """A complete group that no recorded draw needs."""
 
     kind: int
-    """`CLOSED` or `ELIGIBLE`."""
     rank: tuple[float, float]
     """Its place within the class: version and incarnation of its oldest token."""
     group_id: int
@@ -60,7 +59,6 @@ class Place(NamedTuple):
     """From here on: of ready groups alone."""
     uses: int = 0
     bucket: int = 0
-    """Of its mean completion."""
     log_weight: float = 0.0
     is_scored: bool = False
     is_uninformative: bool = False
@@ -131,7 +129,6 @@ class GroupIndex:
     # --- what samplers ask ------------------------------------------------------------------------
 
     def picker(self) -> Picker:
-        """To draw by the sampler's weights."""
         return self._weights.picker()
 
     def bucket(self, group_id: int) -> int:
@@ -246,7 +243,6 @@ class Weights:
         self._chances.pop(number, None)
 
     def picker(self) -> Picker:
-        """Begin a draw."""
         for number in self._blocks.keys() - self._sums.keys():
             self._sums[number] = _log_sum(self._blocks[number])
             if self._sums[number] == -np.inf:
@@ -284,7 +280,6 @@ class Picker:
         return number * Weights.BLOCK + _draw(chances, random)
 
     def take_out(self, item: int) -> None:
-        """Never pick this item again."""
         number, slot = divmod(item, Weights.BLOCK)
         if number not in self._blocks:
             return
@@ -308,7 +303,6 @@ def _chances_of(logs: Floats) -> Floats:
 
 
 def _draw(chances: Floats, random: np.random.Generator) -> int:
-    """A place, by weight."""
     place = int(chances.searchsorted(random.random() * chances[-1], side="right"))
     # The product was rounded up to the sum: the last place that has a weight.
     return place if place < len(chances) else int(chances.searchsorted(chances[-1]))

@@ -352,7 +352,6 @@ def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _rows_of(bad_values: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which rows hold a bad value."""
     rows = np.zeros(len(bounds) - 1, np.bool_)
     if bad_values.any():
         rows[np.searchsorted(bounds, np.flatnonzero(bad_values), side="right") - 1] = True

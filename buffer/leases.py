@@ -42,7 +42,6 @@ class Share(NamedTuple):
     """The `[buffer]` section, with the capacities of the store."""
     prompts: npt.NDArray[np.int64]
     capacity: int
-    """How many groups may be outstanding."""
     closed: str
     """Why no group is ever leased; '' where some are."""
     may_be_behind: bool

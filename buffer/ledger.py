@@ -86,7 +86,6 @@ class Ledger(msgspec.Struct):
         return gap + abs(self.failed - sum(self.failed_by_reason.values())) + negative
 
     def counts(self) -> dict[str, int]:
-        """Every count by its name."""
         return {name: value for name in self.__struct_fields__ if isinstance(value := getattr(self, name), int)}
 
     def failed_by_kind(self) -> dict[str, int]:
@@ -98,12 +97,10 @@ class Ledger(msgspec.Struct):
         return {**kinds, "failed_lease": self.failed - sum(kinds.values())}
 
     def issue(self, count: int) -> None:
-        """A lease issues samples."""
         self.issued += count
         self.in_flight += count
 
     def fail(self, count: int, reason: str) -> None:
-        """Samples in flight will not come."""
         if count:
             self.in_flight -= count
             self.failed += count
@@ -115,13 +112,11 @@ class Ledger(msgspec.Struct):
         self.handed_on += count
 
     def commit(self, count: int, state: str) -> None:
-        """Samples in flight are on disk."""
         self.in_flight -= count
         self.committed += count
         setattr(self, state, getattr(self, state) + count)
 
     def move(self, count: int, source: str, target: str) -> None:
-        """Committed samples change their state."""
         setattr(self, source, getattr(self, source) - count)
         setattr(self, target, getattr(self, target) + count)
 

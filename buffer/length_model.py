@@ -37,7 +37,6 @@ SHARE = 0.9
 LEVEL_MEMORY, SHAPE_MEMORY = 256, 2048
 """Groups after which what they say of the level, and of spreads, has faded by e."""
 MOST_TOLD = 50_000
-"""Prompts that `recent` tells of."""
 _LIKE_GROUPS = 4.0
 """What is assumed of spread and noise weighs as much as so many groups."""
 _ASSUMED = 0.2
@@ -86,7 +85,6 @@ class Shape(msgspec.Struct):
     total_square: float = 0.0
     """Of the means of groups, from the level."""
     error_square: float = 0.0
-    """The same from what was foretold."""
 
     @property
     def noise(self) -> float:
@@ -95,7 +93,6 @@ class Shape(msgspec.Struct):
 
     @property
     def spread(self) -> float:
-        """Variance of log tokens among prompts."""
         return max(1e-6, self.spread_sum / self.spread_weight)
 
     @property
@@ -134,7 +131,6 @@ class LengthModel:
     """Of the prompts of a store, by their ids from 0."""
 
     def __init__(self, num_prompts: int, shape: Shape | None = None) -> None:
-        """Nothing is known of any prompt."""
         self.shape = Shape() if shape is None else shape
         self._means = np.zeros(num_prompts, np.float32)
         self._variances = np.zeros(num_prompts, np.float32)
@@ -151,12 +147,10 @@ class LengthModel:
 
     @property
     def is_expecting(self) -> bool:
-        """Was it told what to expect?"""
         return self._expected is not None
 
     @property
     def num_seen(self) -> int:
-        """Prompts that were visited."""
         return int(np.count_nonzero(self._versions != _NEVER))
 
     def recent(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -172,7 +166,6 @@ class LengthModel:
         self._means[prompt], self._variances[prompt], self._versions[prompt] = known.mean, known.variance, known.version
 
     def get(self, prompt: int) -> Visit | None:
-        """As it was put."""
         version = int(self._versions[prompt])
         if version == _NEVER:
             return None
@@ -338,7 +331,6 @@ def _bucket(num_tokens: int) -> int:
 
 
 _BUCKETS = bytes(_bucket(num_tokens) for num_tokens in range(2**16))
-"""Looked up for every sample."""
 
 
 def bounds_of(bucket: int) -> tuple[int, int]:
@@ -407,11 +399,9 @@ class Fidelity(msgspec.Struct):
     generated: LengthCounts = msgspec.field(default_factory=LengthCounts)
     trained: LengthCounts = msgspec.field(default_factory=LengthCounts)
     warned_at: int = -1
-    """The step of the last warning."""
 
     @property
     def now(self) -> LengthFidelity:
-        """The two, compared."""
         if not self.trained.counts or not self.generated.counts:
             return LengthFidelity()
         generated, trained = self.generated.shares(), self.trained.shares()

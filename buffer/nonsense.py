@@ -45,13 +45,11 @@ class SetAside(NamedTuple):
 
     @classmethod
     def of(cls, value: bytes) -> SetAside:
-        """Read a row."""
         head, _, data = value.partition(b"\n")
         reason, _, sender = head.decode("utf-8", "replace").partition("\t")
         return cls(reason, sender, data)
 
     def row(self) -> bytes:
-        """As it is stored."""
         return f"{_plain(self.reason)}\t{_plain(self.sender)}\n".encode() + self.data
 
 
@@ -122,7 +120,6 @@ class Senders:
         return self._this_second[_share_of(sender)] >= _ANSWERED
 
     def blame(self, sender: str, what: str, count: int = 1) -> None:
-        """It sent nonsense so often."""
         if self._clock() >= self._second_ends:
             self._this_second.clear()
             self._second_ends = self._clock() + _SECOND_S
@@ -133,7 +130,6 @@ class Senders:
         self._nonsense[sender] = Nonsense(known.count + count, known.first)
 
     def told(self) -> dict[str, Nonsense]:
-        """What each of them sent."""
         return dict(self._nonsense)
 
 

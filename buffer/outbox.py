@@ -34,7 +34,6 @@ class Together(Generic[R]):
     """A future of several outcomes, in their order. It fails with the first error, once all are known."""
 
     def __init__(self, number: int) -> None:
-        """Wait for so many."""
         self.future: Future[list[R]] = Future()
         self._outcomes: dict[int, R | BaseException] = {}
         self._number = number
@@ -43,7 +42,6 @@ class Together(Generic[R]):
             settle(self.future, [])
 
     def settle(self, place: int, outcome: R | BaseException) -> None:
-        """What became of one of them."""
         with self._lock:
             self._outcomes[place] = outcome
             is_last = len(self._outcomes) == self._number
@@ -53,8 +51,6 @@ class Together(Generic[R]):
             settle(self.future, errors[0] if errors else cast("list[R]", results))
 
     def follow(self, futures: Iterable[Future[R]]) -> Future[list[R]]:
-        """The outcomes of these."""
-
         def told(place: int, future: Future[R]) -> None:
             self.settle(place, future.exception() or future.result())
 
@@ -93,7 +89,6 @@ class Outbox:
         self._closing = False
 
     def open(self, epoch: int, credit: p.Credit) -> None:
-        """The service has welcomed the client."""
         self._epoch, self._credit = epoch, credit
 
     def close(self) -> None:
@@ -103,13 +98,11 @@ class Outbox:
             self._freed.notify_all()
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
-        """See `BufferClient.push`."""
         future: Future[p.RowResult] = Future()
         self._enter([(trajectory, partial(settle, future))])
         return future
 
     def push_many(self, trajectories: Sequence[Trajectory]) -> Future[list[p.RowResult]]:
-        """See `BufferClient.push_many`."""
         together = Together[p.RowResult](len(trajectories))
         self._enter((each, partial(together.settle, place)) for place, each in enumerate(trajectories))
         return together.future
@@ -135,7 +128,6 @@ class Outbox:
             self._transport().wake()
 
     def has_room(self, trajectory: Trajectory) -> bool:
-        """Would `push` return at once?"""
         with self._lock:
             return self._has_room(size_bytes(trajectory))
 

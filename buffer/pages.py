@@ -273,7 +273,6 @@ class _Walk:
         return self._double(at) | self._double(at + 2) << 32
 
     def _unaligned(self, at_bytes: Pages) -> Pages:
-        """64 bits at any byte."""
         octets = self._words.view(np.uint8)
         parts = (octets[at_bytes + i].astype(np.int64) << 8 * i for i in range(8))
         return sum(parts, np.zeros(len(at_bytes), np.int64))

@@ -75,7 +75,6 @@ class Prompts:
         config: BufferConfig,
         clock: Callable[[], float],
     ) -> None:
-        """Those with the ids in `own`."""
         self._facts, self._contract, self._clock = facts, contract, clock
         self._policy = POLICIES[config.dispatch]()
         by_success = config.prompt_law == "posterior"

@@ -20,7 +20,6 @@ from common.rpc.messages import Done as Done
 from common.rpc.messages import Refused as Refused
 
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
-"""An incarnation; -1 before the first."""
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """A time span; neither NaN nor infinite."""
 
@@ -111,7 +110,6 @@ class DrawRequest(Message, frozen=True):
     """Optimizer steps taken when this step begins."""
     incarnation: Number
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
-    """What this service is to give."""
     wait_s: Seconds
     """The service answers at the latest after this time, ready or not."""
     plan: dict[Count, Count] = msgspec.field(default_factory=dict)
@@ -267,9 +265,7 @@ class PushReply(Message, frozen=True):
     committed: list[tuple[int, int]]
     """First and last sequence number of each run of trajectories that were committed."""
     others: list[RowResult]
-    """What became of the others."""
     credit: Credit | None = None
-    """From now on."""
 
     @property
     def results(self) -> list[RowResult]:
@@ -299,7 +295,6 @@ class DrawReply(Message, frozen=True):
     lengths: list[int] = msgspec.field(default_factory=list)
     """Tokens of each trajectory, prompt included: enough to pack them without reading the body."""
     fidelity: LengthFidelity = LengthFidelity()
-    """Of what was trained so far."""
 
 
 class UnscoredReply(Message, frozen=True):
@@ -322,7 +317,6 @@ class PlanReply(Message, frozen=True):
     """Answer to PlanRequest. A group is due in as many steps after this one as could still use it; 0: in this one."""
 
     num_eligible: int
-    """Groups that the step may use."""
     capacity: int
     """More than this it cannot promise: its share of what admission lets be outstanding."""
     due: dict[int, int]
@@ -331,13 +325,10 @@ class PlanReply(Message, frozen=True):
     """The same of groups that are not complete, where a step must wait for them (on_stale = "wait"); negative
     where they are past the bound."""
     waits: bool = False
-    """on_stale is "wait"."""
     waiting_for: str = ""
-    """Who owes it groups."""
     ledger: dict[str, int] = msgspec.field(default_factory=dict)
     """As in `DrawReply`, but its gap is that among the counters alone."""
     fidelity: LengthFidelity = LengthFidelity()
-    """As in `DrawReply`."""
 
 
 class IncarnationReply(Message, frozen=True):
@@ -367,7 +358,6 @@ class Nonsense(msgspec.Struct, frozen=True):
     count: int
     """Messages that were refused at the door, and messages and rows that were set aside."""
     first: str
-    """What was wrong with the first."""
 
 
 class Status(Message, frozen=True):
@@ -387,11 +377,8 @@ class Status(Message, frozen=True):
     num_damaged: int = 0
     """Blocks of records that the last scrub found damaged."""
     fidelity: LengthFidelity = LengthFidelity()
-    """As in `DrawReply`."""
     fidelity_alarm: bool = False
-    """Its distance is above `length_model.ALARM`."""
     nonsense: dict[str, Nonsense] = msgspec.field(default_factory=dict)
-    """By sender, since the service started."""
     spent_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds of the service since it started, by `STAGES`."""
     silent_shards: list[int] = msgspec.field(default_factory=list)

@@ -60,7 +60,6 @@ class Sampler(Protocol):
 
 
 def uniform(_group: Group, _oldest: int) -> float:
-    """Every group alike."""
     return 0.0
 
 
@@ -84,7 +83,6 @@ class Fifo:
     """Oldest tokens first."""
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        """The first `num_groups`."""
         return _first(num_groups, (key.group_id for key in candidates.ready), taken)
 
 
@@ -115,7 +113,6 @@ class LengthBalanced:
     """
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        """The buckets' shares, the shortest first."""
         counts = Counter({bucket: len(groups) for bucket, groups in candidates.strata.items()})
         counts.subtract(candidates.bucket(group_id) for group_id in taken)
         shares = systematic_shares(counts, num_groups, float(random.random()))
@@ -175,7 +172,6 @@ class FromFile:
     """A sampler of a user's: what it raises and what it takes wrongly names its file."""
 
     setting: str
-    """Key and value that name it."""
     sampler: Sampler
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:

@@ -62,18 +62,15 @@ EXPECTED = pa.schema([_always("mean", pa.float32())], _METADATA)
 """What is expected of prompts that follow each other, on its way back."""
 
 _ARROW_MARK = b"\xff\xff\xff\xff"
-"""What an Arrow message begins with."""
 MAX_METADATA_BYTES = 64 * 2**10
 """Ours has 4 kB. A schema of a million columns takes long to parse; it is refused by its size."""
 
 MAX_REWARD_PARTS = 256
-"""Per trajectory."""
 _HEADER_TYPE, _HEADER, _CUSTOM_METADATA = 1, 2, 4
 """Positions of the fields in the table Message."""
 _COMPRESSION = 3
 """Position of the field in the table RecordBatch."""
 _RECORD_BATCH = 3
-"""Value of Message.header_type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,6 @@ class Prefix:
     """The first tokens of a completion, which an earlier lease made; the arrays are as those of a trajectory."""
 
     token_ids: npt.NDArray[np.int32]
-    """Without the prompt."""
     logprobs: npt.NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
     started_s: float
@@ -109,10 +105,8 @@ class Trajectory:
     attempt: int
     group_id: int
     sample_index: int
-    """0..K-1 within the group."""
     prompt_id: int
     token_ids: npt.NDArray[np.int32]
-    """Prompt, then completion."""
     prompt_length: int
     logprobs: npt.NDArray[np.float32]
     """log mu of each completion token, at the sampling temperature, over the full vocabulary."""
@@ -137,7 +131,6 @@ class Trajectory:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Length of the completion."""
         return len(self.token_ids) - self.prompt_length
 
 
@@ -358,7 +351,6 @@ def join_streams(bodies: Sequence[bytes | memoryview]) -> bytes | memoryview:
 
 
 def _lists(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> pa.Array:
-    """A list column; None is null."""
     present = [array for array in arrays if array is not None]
     flat = np.concatenate(present).astype(dtype, copy=False) if present else np.zeros(0, dtype)
     missing = np.fromiter((array is None for array in arrays), np.bool_, len(arrays))

@@ -42,7 +42,6 @@ _MAX_READERS = 1024
 _OWN_RETRY_S = 1.0
 """A process that looks whether a folder is served holds its lock for a moment."""
 _FIRST_MAP_SIZE = 2**30
-"""Address space, not disk."""
 _encoder = msgspec.msgpack.Encoder()
 _identity_decoder = msgspec.msgpack.Decoder(Identity)
 
@@ -309,11 +308,9 @@ class Store:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
         return (self.folder / DATA).stat().st_size
 
     def close(self) -> None:
-        """Give the folder back."""
         if hasattr(self, "_env"):
             if not self._read_only and self._durability != "commit":
                 self.sync()

@@ -26,7 +26,6 @@ class Identity(msgspec.Struct, frozen=True):
     run_id: str
     schema_version: int
     facts: str
-    """RunFacts as JSON."""
 
 
 class Incarnation(msgspec.Struct, frozen=True):
@@ -34,7 +33,6 @@ class Incarnation(msgspec.Struct, frozen=True):
 
     session: str
     version: int
-    """That it started from."""
     step: int
     newest: int = 0
     """The newest version that it can have published; 0 for the present one, where it is not known yet."""
@@ -63,7 +61,6 @@ class StoreState(msgspec.Struct):
     next_group: int = 1
     next_record: int = 1
     num_records: int = 0
-    """Of trajectories that are stored."""
     next_returned: int = 1
     next_quarantine: int = 1
     draining: bool = False
@@ -121,9 +118,7 @@ class Partial(NamedTuple):
     """What is stored of a sample that is not complete: its first tokens, in the table of that name."""
 
     oldest: tuple[int, int]
-    """(incarnation, version) of its first token."""
     num_tokens: int
-    """Without the prompt."""
 
 
 class Group(msgspec.Struct):
@@ -134,7 +129,6 @@ class Group(msgspec.Struct):
     sample_states: list[str]
     """Per sample: 'missing', 'failed', or one of `ledger.COMMITTED_STATES`."""
     records: list[int]
-    """Per sample: its record, or NO_RECORD."""
     rewards: list[float | None]
     """Per sample; None where it is not committed or has no reward."""
     lengths: list[int]
@@ -150,7 +144,6 @@ class Group(msgspec.Struct):
     """Tokens of its longest completion, as they were foretold when its prompt was taken; 0: they were not."""
     attempt: int = 0
     lease_id: int = 0
-    """0 while no lease is open."""
     actor: str = ""
     epoch: int = 0
     min_version: int = 0
@@ -180,7 +173,6 @@ class Group(msgspec.Struct):
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, foretold: int = 0) -> Group:
-        """A group before its first lease."""
         return cls(
             group_id,
             prompt_id,
@@ -210,11 +202,9 @@ class Group(msgspec.Struct):
         return [index for index in self.missing() if index not in resting]
 
     def end_lease(self) -> None:
-        """Nobody makes anything of it now."""
         self.lease_id, self.resting = 0, []
 
     def having(self, state: str) -> list[int]:
-        """The samples of this state."""
         return [index for index, each in enumerate(self.sample_states) if each == state]
 
     def usable(self) -> list[int]:
@@ -272,13 +262,11 @@ class DrawRecord(msgspec.Struct):
 
     step: int
     version: int
-    """At which the step begins."""
     incarnation: int
     group_ids: list[int]
     record_ids: list[int]
     """All trained samples, in the order of `group_ids`, which may name a group several times."""
     lengths: list[int]
-    """Tokens of each of `record_ids`."""
     finished_by: int = -1
     """The incarnation that finished the step; -1: none yet."""
     is_trained: bool = False
@@ -303,7 +291,6 @@ class Actor(msgspec.Struct):
     last_request: int = -1
     last_leases: list[Lease] = []
     replaced: list[str] = []
-    """The last sessions before this one."""
 
 
 class ReturnedPrompt(msgspec.Struct, frozen=True):

@@ -38,7 +38,6 @@ TABLES: dict[str, Any] = {
     "partials": bytes,
     "quarantine": bytes,
 }
-"""Name and kind of every table."""
 
 _SEAL = struct.Struct("<Q")
 _INTEGERS = [struct.Struct(f">{number}Q") for number in range(8)]
@@ -84,7 +83,6 @@ class Table(Generic[V]):
         self._unwritten: dict[bytes, V] = {}
 
     def get(self, *key: int | str) -> V | None:
-        """The value, or None."""
         packed = _pack(key)
         if self._caches and (row := self._rows.get(packed)) is not None:
             return row
@@ -118,7 +116,6 @@ class Table(Generic[V]):
         return value
 
     def put(self, value: V, *key: int | str) -> None:
-        """Write a value."""
         packed = _pack(key)
         if self._caches:
             self._rows[packed] = self._unwritten[packed] = value
@@ -140,7 +137,6 @@ class Table(Generic[V]):
         return bool(self._txn.delete(packed, db=self._db)) or unwritten
 
     def has(self, *key: int | str) -> bool:
-        """Is the key there?"""
         packed = _pack(key)
         return packed in self._rows or self._txn.get(packed, db=self._db) is not None
 
@@ -154,7 +150,6 @@ class Table(Generic[V]):
 
     @property
     def count(self) -> int:
-        """Number of entries."""
         self.flush()
         return int(self._txn.stat(self._db)["entries"])
 
@@ -197,7 +192,6 @@ class Table(Generic[V]):
         return Counter(key.partition(b"\0")[0].decode("utf-8", "replace") for key in keys)
 
     def flush(self) -> None:
-        """Write the rows that were put."""
         if self._unwritten:
             for packed in sorted(self._unwritten):
                 self._write(packed, self._unwritten[packed])
@@ -265,18 +259,14 @@ class Transaction:
     window: Table[Waiting]
     """By its place in the data's order."""
     lengths: Table[Visit]
-    """By prompt."""
     tries: Table[Tries]
-    """By prompt."""
     draws: Table[DrawRecord]
-    """By step."""
     actors: Table[Actor]
     seen: Table[bytes]
     """(actor, epoch, seq) at or above the actor's low-water mark."""
     records: Table[bytes]
     """Least record of a block -> the block, of which `buffer.rows` has the layout."""
     scores: Table[bytes]
-    """record -> float32 reference log-probabilities."""
     partials: Table[bytes]
     """(group, sample index) -> a block of one row, as those of `records`, of what there is of it."""
     quarantine: Table[bytes]

@@ -41,7 +41,6 @@ class Stages:
     """Where the service's time goes."""
 
     def __init__(self) -> None:
-        """Begin the first stage."""
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._since = time.perf_counter()
 
@@ -194,7 +193,6 @@ class Hearing:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Begin to listen."""
         self._clock = clock
         self._listened_at = clock()
         self._settles_at = -inf
@@ -222,6 +220,5 @@ class Hearing:
         return max(0.0, self._settles_at - now)
 
     def is_complete(self, now: float) -> bool:
-        """Was it?"""
         is_read = self._unread_since is None or now - self._unread_since > _UNREAD_S
         return is_read and now >= self._settles_at and now - self._listened_at <= _STILL_S

@@ -37,7 +37,6 @@ class TokenTime:
     per_prompt_token: float = 0.0
 
     def seconds(self, num_samples: float, num_kv_tokens: float, num_prompt_tokens: float = 0.0) -> float:
-        """Of one step."""
         return (
             self.base
             + self.per_sample * num_samples
@@ -62,7 +61,6 @@ class Moments:
     __slots__ = ("_products", "_squares", "_targets", "num_measured", "total")
 
     def __init__(self, num_terms: int) -> None:
-        """Of none yet."""
         self._products: Floats = np.zeros((num_terms, num_terms))
         self._targets: Floats = np.zeros(num_terms)
         self._squares = 0.0
@@ -99,7 +97,6 @@ class Moments:
         return found
 
     def __add__(self, other: Moments) -> Moments:
-        """Of the measurements of both."""
         return Moments.from_list([one + two for one, two in zip(self.as_list(), other.as_list(), strict=True)])
 
     def fit(self) -> Fit | None:

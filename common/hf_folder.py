@@ -60,11 +60,8 @@ class ModelFacts:
     tied: bool
     """Does the output head share the embedding's weights?"""
     model_type: str
-    """As in config.json, for example 'llama'."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a sequence."""
     max_position: int
-    """Longest sequence in tokens."""
     unread_keys: tuple[str, ...] = ()
     """Of its config.json, those that the learner does not know."""
 
@@ -73,7 +70,6 @@ class ModelFacts:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a config.json."""
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -171,7 +167,6 @@ class StoredTensor(NamedTuple):
     """What the header of a safetensors file says of one tensor."""
 
     code: str
-    """Of its dtype, for example 'BF16'."""
     shape: tuple[int, ...]
     start: int
     """Of its bytes, counted from the start of the data."""

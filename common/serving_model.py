@@ -112,10 +112,8 @@ class _TiedModel:
     folder: Path
     config: dict[str, Any]
     files: dict[Path, dict[str, StoredTensor]]
-    """What each file of weights holds."""
     embedding: str
     digest: str
-    """Of the embedding's bytes."""
 
     @classmethod
     def read(cls, folder: Path) -> _TiedModel:

@@ -33,7 +33,6 @@ class UserFileError(ValueError):
 
 
 def is_reference(value: object) -> bool:
-    """Is it of the form FILE.py:NAME?"""
     return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 

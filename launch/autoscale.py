@@ -37,7 +37,6 @@ AHEAD = 4
 ABOVE, BELOW = 0.04, 0.12
 """Shares of T_train by which T_gen may be above, and has to be below with an actor less, before anything is done."""
 PATIENCE_TO_GROW, PATIENCE_TO_SHRINK = 3, 20
-"""Steps in a row."""
 SETTLES = 6
 """Steps after a change, from the moment that the actors are there, that say nothing yet."""
 USED = 0.85
@@ -63,14 +62,10 @@ class PoolState:
 
     name: str
     count: int
-    """Actors that work."""
     wanted: int
-    """That it is to have."""
     slots: int
-    """Of one actor."""
     law: TokenTime
     most: int
-    """Actors that it may grow to."""
 
     def rate(self, tokens: float, prompt_tokens: float) -> float:
         """Samples per second of one of its actors, its slots full of samples of so many tokens on average."""
@@ -87,7 +82,6 @@ class StepFacts:
     prompt_tokens: float
     train_s: float
     slots_used: float
-    """Mean share of all slots."""
     samples: float
     """That were used up since the step before."""
     waited: float
@@ -104,7 +98,6 @@ class Advice:
     pool: str = ""
     """That is to change; empty where no number of actors helps."""
     count: int = 0
-    """Actors that it should have."""
 
 
 class _Trend:

@@ -43,7 +43,6 @@ PIP_ARGS_VARIABLE = "LEEWAY_PIP_ARGS"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Install and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extra", default="", help=f"cpu or gpu; else {EXTRA_VARIABLE}, what .venv was made with, cpu")
     parser.add_argument("--repair", action="store_true", help="let pip look, also where nothing seems to be missing")

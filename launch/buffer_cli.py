@@ -189,7 +189,6 @@ def _tell_damage(damaged: list[str], folder: Path) -> int:
 
 
 def headline(inspection: Inspection) -> str:
-    """One line for the whole buffer."""
     totals = inspection.totals()
     first = inspection.stores[0]
     shards = f" in {len(inspection.stores)} shards" if len(inspection.stores) > 1 else ""
@@ -232,7 +231,6 @@ def listing(groups: Iterable[GroupView]) -> Iterator[str]:
 
 
 def quarantine_line(found: Quarantined) -> str:
-    """One line of `ls --quarantine`."""
     name = str(found.number) if not found.shard else f"{found.shard}:{found.number}"
     return f"{name:>8} {len(found.entry.data):>6}  {_why(found.entry)}"
 

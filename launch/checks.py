@@ -56,12 +56,10 @@ class Plan:
 
     @property
     def service_keys(self) -> ServiceKeys | None:
-        """What the services are told."""
         return None if self.keys is None else self.keys.services
 
     @property
     def client_keys(self) -> ClientKeys | None:
-        """What their clients are told."""
         return None if self.keys is None else self.keys.clients
 
     @property
@@ -81,7 +79,6 @@ class Plan:
         return None if self.is_cluster else LOOPBACK
 
     def facts(self, vocab_size: int) -> RunFacts:
-        """What its buffer is made with."""
         config, recorded = self.config, self.recorded
         return RunFacts(
             run_id=self.run_id,
@@ -129,7 +126,6 @@ class Plan:
         return [f"teachers   {', '.join(shares)}"] if shares else []
 
     def describe(self) -> str:
-        """A few lines for `--dry-run`."""
         config = self.config
         group_size = (self.recorded or config.actors).group_size
         sizes = sorted({group_size, config.buffer.largest_group(group_size)})
@@ -329,7 +325,6 @@ def _layers(config: Config) -> list[str]:
 
 
 def _check_steps(config: Config) -> None:
-    """What a step trains, and how."""
     needs, learner = config.algorithm.needs, config.learner
     if learner.groups_per_step < learner.num_minibatches:
         raise ConfigError(

@@ -38,7 +38,6 @@ def lines(nodes: Iterable[Any], head: str) -> list[str]:
 
 
 def main() -> int:
-    """Print them."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, and not in its stub
 
     address = sys.argv[1]

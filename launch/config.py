@@ -95,7 +95,6 @@ class ModelConfig(_Section):
 
     @property
     def on_hub(self) -> tuple[str, str]:
-        """Name and revision of `hub`."""
         name, _, revision = str(self.hub).partition("@")
         return name, revision or "main"
 
@@ -142,7 +141,6 @@ class PoolConfig(_Section):
 
 
 ENGINE_KEYS = PoolConfig.model_fields.keys() - {"role", "count", "resource", "cpus", "gpus"}
-"""Of a pool of actors alone."""
 POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
 """Keys of `[actors]` that a pool may have of its own, the first two also of `[learner]`."""
 

@@ -34,7 +34,6 @@ USABLE_SHARE = 0.95
 SPIKE_BYTES = int(1.5 * GIB)
 """What an engine takes beside its share for a moment where a layer's new weights come, above all the embedding's."""
 FIRST_WITH_BFLOAT16 = 8.0
-"""Compute capability."""
 MIN_DRIVER = 580
 """Of the CUDA 13 wheels, which the pinned torch and vLLM are."""
 SMALL_BUDGET = 1024
@@ -64,7 +63,6 @@ class GpuProcess(NamedTuple):
     """A process that computes on a GPU of this machine; whose memory a container may hide."""
 
     uuid: str
-    """Of the GPU."""
     pid: int
     name: str
     used_bytes: int
@@ -174,9 +172,7 @@ class Neighbours(NamedTuple):
     """Workers that Ray may put on one GPU together."""
 
     share: float
-    """Of its memory, that they take."""
     names: tuple[str, ...]
-    """Of the pool of each."""
 
     def __str__(self) -> str:
         return " and ".join(f"{self.names.count(name)} of pool '{name}'" for name in dict.fromkeys(self.names))

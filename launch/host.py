@@ -71,7 +71,6 @@ class FoundProcess(NamedTuple):
     run: Path
     """The folder of its run, as the system names it."""
     name: str
-    """Role and number, as in "actor.0"."""
     process: psutil.Process
 
 
@@ -235,7 +234,6 @@ def cannot_bind(host: str, port: int) -> str:
 
 
 def wandb_host(environment: Mapping[str, str] = os.environ) -> str:
-    """The server of Weights & Biases."""
     return urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from launch.observe.status import StatusView
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-"""As `add_argument` takes them."""
 Run = Callable[[argparse.Namespace], int]
 """Takes the parsed arguments, returns the exit status; imports what it needs when it runs, so `--help` is quick.
 
@@ -60,17 +59,14 @@ def verb(
 
 
 def arg(*names: str, **options: Any) -> Argument:  # noqa: ANN401 -- as argparse takes them
-    """One argument."""
     return names, options
 
 
 def flag(name: str, text: str) -> Argument:
-    """An option without a value."""
     return arg(name, action="store_true", help=text)
 
 
 def of_run(text: str = "a run's folder, or its name within runs/", **options: Any) -> Argument:  # noqa: ANN401
-    """The run that is meant."""
     return arg("run", type=Path, metavar="RUN", help=text, **options)
 
 

@@ -43,7 +43,6 @@ MOST_ACTORS = 64
 FOR_A_CHANGE = 1e-6
 """Of its rate, that a plan must gain for each key that it changes."""
 MOST_RANKS = 64
-"""Of a learner."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 TOTAL = "actors.num_actors"
 """Which a config with pools need not say; where it does, it is the sum of their counts."""

@@ -33,7 +33,6 @@ from planning.profile import EngineCosts, Profile
 from planning.world import EnginePool, World
 
 NUM_SHOWN = 4
-"""Plans that are printed."""
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
 ENGINE_BYTES = int(1.3 * GIB)
@@ -41,13 +40,11 @@ ENGINE_BYTES = int(1.3 * GIB)
 STAGE_BYTES = int(0.5 * GIB)
 """A stage without a model: torch and Transformers loaded."""
 REST_BYTES = int(1.1 * GIB)
-"""Ray, the services and the command."""
 _SURE_SHARE = 0.8
 """Of the memory that is foretold; the demo took more."""
 TRAINED_BYTES = 16
 """Per parameter: float32 weight, gradient and two moments."""
 REFERENCE_BYTES = 4
-"""Per parameter of the frozen reference."""
 CHECKPOINT_BYTES = 12
 """Per parameter: weight and two moments, in a checkpoint and in the host copy that it is written from."""
 HOST_COPIES = 3
@@ -59,7 +56,6 @@ SAMPLE_BYTES = 1536
 BROADCAST_BYTES = 160 * 2**20
 """What vLLM sends to the workers of an engine of several GPUs: ten messages of its largest."""
 ANSWERS_BYTES = 240 * 2**20
-"""The same from each of them."""
 NCCL_BYTES = 64 * 2**20
 """Of a rank among others on its host, where GPUs do not reach each other directly."""
 
@@ -97,7 +93,6 @@ class Candidate:
 
 
 def host_here() -> Host:
-    """This machine."""
     cpus = float(usable_cpus())
     return Host("this machine", frozenset(), cpus, float(len(gpus_here())), is_here=True, cores=cpus)
 
@@ -234,7 +229,6 @@ def _frozen_bytes(config: Config, num_served: int) -> int:
 
 
 def _num_frozen(config: Config, num_served: int) -> int:
-    """Parameters of the models that score."""
     return sum([_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served])
 
 

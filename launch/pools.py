@@ -34,7 +34,6 @@ class WorkerPool:
     """Of each worker; empty where it reserves nothing and may be on any host."""
 
     def describe(self) -> str:
-        """What it asks for, for people."""
         wanted = ", ".join(f"{kind}: {amount:g}" for kind, amount in self.bundle.items())
         return f"pool '{self.name}' asks for {self.count} x {{{wanted}}}"
 

@@ -74,7 +74,6 @@ class _Trained(NamedTuple):
     prompt_tokens: float
     completions: list[int]
     prompts: list[int]
-    """Of each of those."""
 
 
 # --- from folders of runs -----------------------------------------------------------------------------
@@ -191,7 +190,6 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
-    """The same, of a pool's engines."""
     names = ["dtype", "tensor_parallel_size", "kv_cache_gib", "engine_args"]
     names += ["gpu_memory_share"] if actors.gpus and actors.kv_cache_gib is None else []  # which leaves the cache
     return {name: getattr(actors, name) for name in names}
@@ -208,7 +206,6 @@ def machine_here() -> MachineFacts:
 
 
 def shape_of(config: Config) -> LearnerShape:
-    """The shape of a config's learner."""
     learner, needs = config.learner, config.algorithm.needs
     return LearnerShape(
         num_stages=learner.num_stages,
@@ -273,7 +270,6 @@ class _Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its costs are of."""
         told = [(pool.name, settings_of_engine(pool.config)) for pool in actor_pools(self.config)]
         engines = {f"{key} of pool '{name}'": value for name, each in told for key, value in each.items()}
         return {"model": self.model, **settings_of(self.config), **engines}

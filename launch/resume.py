@@ -76,7 +76,6 @@ class Resumption(NamedTuple):
     """Of the newest checkpoint; 0 where there is none."""
 
     def describe(self) -> str:
-        """A sentence for `--dry-run`."""
         return f"The run would go on from {self.history.start(self.step)}."
 
 

@@ -79,9 +79,7 @@ class RewardCheck:
 
     problems: Sequence[Problem]
     timeout_s: float
-    """Of one call: actors.reward_timeout_s."""
     correct_at: float
-    """task.correct_at."""
     results: list[Result] = field(default_factory=list)
     cut: dict[str, str] = field(default_factory=dict)
     """Function -> why it was not tried on all completions, where it was not."""

@@ -25,7 +25,6 @@ WEIGHTS_KEY = "weight_sync.folder"
 WEIGHTS_CLAIM = "RUN"
 """A file that the command of a run holds locked from its start to its end; it says which run."""
 _NAME_BYTES = 255
-"""What file systems take for one."""
 _CLAIM_S = 1.0
 """A command that asks for the owner holds the lock for an instant; one that works on the run holds it for longer."""
 
@@ -38,16 +37,13 @@ class RecordedFacts(BaseModel):
     num_samples: int
     num_groups: int
     num_usable: int
-    """Groups that a step can take."""
     num_prompts: int
     """Their prompt ids are below it; they are not those of the run's own task."""
     group_size: int
-    """Samples of the largest group."""
     largest_token: int
     longest: int = 0
     """Tokens of the longest sample; 0 in run folders that are older than this."""
     num_uninformative: int = 0
-    """Of `num_usable`: rewards are all equal."""
 
     def __str__(self) -> str:
         return f"{self.num_samples} recorded ones in {self.num_groups} groups, {self.num_usable} of them to train on"
@@ -96,7 +92,6 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.root.name
 
     def log(self, role: str, number: int) -> Path:

@@ -16,7 +16,6 @@ _TOKENIZER = "tokenizer.json"
 
 
 def gib(size_bytes: int) -> str:
-    """A size for people."""
     return f"{size_bytes / GIB:.1f} GiB"
 
 
@@ -36,7 +35,6 @@ def share_of(part: int, whole: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
     whole = max(0, int(seconds))
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
 

@@ -165,7 +165,6 @@ class Sinks:
     observer: Observer
 
     def event(self, kind: str, text: str, **details: object) -> None:
-        """Something worth a line happened."""
         self.tracker.event(kind, text, **details)
         self.display.say(text)
         self.observer.event(kind, text)
@@ -178,7 +177,6 @@ class Sinks:
         self.trace.phase(text)
 
     def fail(self, text: str) -> None:
-        """The run has failed."""
         self.tracker.event("failed", text)
         self.observer.event("failed", text)
         self.trace.event("failed", text)

@@ -91,7 +91,6 @@ class AttentionLayout:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return int(np.diff(self.bounds).max())
 
     @functools.cached_property
@@ -187,7 +186,6 @@ def packed_attention(
 
 
 def _takes_packed(query_THD: Tensor) -> bool:
-    """Does flash attention take these heads?"""
     size = query_THD.shape[-1]
     is_of_its_kind = query_THD.device.type == "cuda" and query_THD.dtype in (torch.bfloat16, torch.float16)
     return is_of_its_kind and size % 8 == 0 and size <= 256

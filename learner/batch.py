@@ -32,7 +32,6 @@ class Leaves:
     """The critic's value of the state before each token; None where there is no critic."""
 
     def of(self, where_T: Tensor) -> Leaves:
-        """Those of some tokens."""
         return Leaves(self.logprobs_T[where_T], None if self.values_T is None else self.values_T[where_T])
 
 
@@ -53,7 +52,6 @@ class StepBatch:
     rows: pa.RecordBatch
     """The sequences: `COLUMNS` of the buffer's schema."""
     packed: PackedBatch
-    """Of all replicas."""
     rule: PackingRule
     version: int
     """The learner's, at which these tokens are trained."""
@@ -61,7 +59,6 @@ class StepBatch:
     """For every incarnation of the learner, the version that it started from."""
     sequence_T: IntArray
     group_B: IntArray
-    """0..num_groups-1, for each sequence."""
     prompt_B: IntArray
     """The task's number of each sequence's prompt: the same in all its groups."""
     counted_T: IntArray
@@ -115,7 +112,6 @@ class StepBatch:
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
         return int(self.group_B.max()) + 1
 
     @property

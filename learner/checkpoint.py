@@ -94,7 +94,6 @@ class Checkpoints:
             raise CheckpointFailed(str(error)) from None
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending."""
         return steps_in(self._folder)
 
     # --- write ----------------------------------------------------------------------------------------

@@ -54,11 +54,9 @@ class Seal(msgspec.Struct, frozen=True):
 
     size_bytes: int
     xxh3: str
-    """xxh3-64 of its content, as hex."""
 
     @classmethod
     def of(cls, path: Path) -> Seal:
-        """Read a file."""
         digest, size_bytes = xxhash.xxh3_64(), 0
         with path.open("rb") as file:
             while chunk := file.read(_READ_BYTES):
@@ -77,13 +75,10 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
     model: str
     """`common.hf_folder.model_identity` of what was trained; '' where it is unknown."""
     files: dict[str, Seal]
-    """By name, without this one."""
 
     xxh3: str = ""
-    """Seals all before."""
 
     def encode(self) -> bytes:
-        """The document, sealed."""
         return json.dumps(msgspec.to_builtins(self) | {"xxh3": self._seal()}).encode() + b"\n"
 
     @staticmethod

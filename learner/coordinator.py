@@ -72,7 +72,6 @@ class Channel:
         self._alone = place.num_ranks == 1
 
     def send(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
-        """Say something to all other stages."""
         assert self._is_coordinator, "only the coordinator stage speaks"
         if self._alone:
             return
@@ -209,7 +208,6 @@ class Coordinator:
         self._expect("store reference scores", self._client.write_scores(record_ids, logprobs))
 
     def step_finished(self, step: int, version: int, *, skipped: bool) -> None:
-        """Report a step."""
         self._expect(f"record step {step}", self._client.step_finished(step, version, skipped))
 
     def published(self, version: PolicyVersion) -> None:
@@ -223,7 +221,6 @@ class Coordinator:
         self._expect(f"release the draws up to step {step}", self._client.checkpoint_durable(step))
 
     def close(self) -> None:
-        """End the conversation."""
         self._client.close()
 
     def _score_until(self, drawn: Future[Draw], score: Score, deadline: float) -> None:

@@ -28,11 +28,9 @@ class Family:
     typed_rotations: bool = False
     """Does its rotary embedding turn layers of different attention types differently?"""
     caps_logits: bool = False
-    """May its config cap logits (`final_logit_softcapping`)?"""
     windows: Literal["none", "typed", "all"] = "none"
     """The layers in which `sliding_window` holds: those that `layer_types` says, or all."""
     serves_typed: bool = True
-    """Whether vLLM reads `layer_types` for it."""
 
 
 FAMILY_OF: Mapping[str, Family] = {
@@ -46,7 +44,6 @@ FAMILY_OF: Mapping[str, Family] = {
 }
 
 FAMILIES = tuple(FAMILY_OF)
-"""Model types that the learner trains."""
 
 BATCH_WIDE_ROTATIONS = ("dynamic", "longrope")
 """Rotary embeddings whose angles follow the longest sequence of a batch, so that packing would change the model."""
@@ -199,20 +196,16 @@ class StageShare:
     """Which layers a chunk owns. Ranks count chunks: those of a rank p of P are the chunks p, p + P, p + 2P..."""
 
     chunk: int
-    """Of the chunk, 0..num_chunks - 1."""
     num_chunks: int
-    """Chunks of the whole pipeline."""
     first_layer: int
     end_layer: int
 
     @property
     def is_first(self) -> bool:
-        """Does it own the embedding?"""
         return self.chunk == 0
 
     @property
     def is_last(self) -> bool:
-        """Does it own the head?"""
         return self.chunk == self.num_chunks - 1
 
 
@@ -329,19 +322,15 @@ class Widths(NamedTuple):
 
     states: int
     queries: int
-    """Of all heads, as of keys."""
     keys: int
     block: int
-    """Within the feed-forward block."""
 
     @property
     def num_weights(self) -> int:
-        """Of a layer's matrices."""
         return self.states * (2 * self.queries + 2 * self.keys + 3 * self.block)
 
 
 def widths(config: PreTrainedConfig) -> Widths:
-    """Of a layer of this model."""
     size = _head_size(config)
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     return Widths(config.hidden_size, queries, keys, config.intermediate_size)

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 FIRST_WITH_BFLOAT16 = (8, 0)
-"""Compute capability."""
 KEPT_BYTES: Mapping[tuple[str, str], tuple[int, int, int, int]] = {
     ("float32", "float32"): (24, 12, 8, 16),
     ("bfloat16", "float32"): (20, 6, 4, 8),
@@ -103,15 +102,12 @@ class MemoryNeed:
 
     stage: int
     parts: Mapping[str, int]
-    """Bytes, by what they hold."""
 
     @property
     def size_bytes(self) -> int:
-        """All together."""
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """For people."""
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size >= GIB / 20)
         return f"stage {self.stage} takes up to {self.size_bytes / GIB:.1f} GiB: {shown}"
 
@@ -217,7 +213,6 @@ def _shares(
 
 
 def _num_weights(shares: Sequence[StageShare], model: PreTrainedConfig, *, has_lm_head: bool = True) -> int:
-    """Of the chunks of a stage."""
     num_layers = sum(share.end_layer - share.first_layer for share in shares)
     has_embedding, has_head = shares[0].is_first, shares[-1].is_last and has_lm_head
     is_one = bool(model.tie_word_embeddings) and has_embedding and has_head
@@ -332,7 +327,6 @@ class Offload:
             self._assign({name: opened.get_tensor(name).clone() for name in self._empty})
 
     def release(self) -> None:
-        """Give the device's copy up."""
         self._assign(self._empty if self._file is not None or self.device.type != "cpu" else self._kept)
 
     def _assign(self, weights: dict[str, Tensor]) -> None:

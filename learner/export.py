@@ -36,7 +36,6 @@ class ExportedModel:
     step: int
     version: int
     size_bytes: int
-    """Of the weights."""
 
 
 def export_checkpoint(

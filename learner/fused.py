@@ -217,13 +217,11 @@ class _Outbox:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def put(self, tensor: Tensor) -> None:
-        """Send it, and go on."""
         work = dist.isend(tensor, self._target, self._group)
         assert work is not None, "this rank is of the group"
         self._sent.append((work, tensor))
 
     def wait(self) -> None:
-        """Until all have gone."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 LIBRARY = "liger_kernel"
 DEVICE = "cuda"
-"""Where its kernels run."""
 ROTATED = (torch.bfloat16, torch.float16)
 """Of which queries and keys its rotation is taken."""
 
@@ -204,7 +203,6 @@ class _Trial(NamedTuple):
     plain: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
     within: float = 1e-3
-    """Of the norm of each."""
 
 
 def _trials_of_ours(ours: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- a module

@@ -34,7 +34,6 @@ class MeshPlace:
 
     rank: int
     num_stages: int = 1
-    """P, processes of a pipeline."""
     num_replicas: int = 1
     """R, pipelines that train the same weights on shares of each batch."""
 
@@ -47,17 +46,14 @@ class MeshPlace:
 
     @property
     def num_ranks(self) -> int:
-        """R * P."""
         return self.num_replicas * self.num_stages
 
     @property
     def stage(self) -> int:
-        """0..P-1."""
         return self.rank % self.num_stages
 
     @property
     def replica(self) -> int:
-        """0..R-1."""
         return self.rank // self.num_stages
 
     @property
@@ -67,7 +63,6 @@ class MeshPlace:
 
     @property
     def is_coordinator(self) -> bool:
-        """Is this the rank that leads?"""
         return self.rank == self.coordinator
 
     @property
@@ -82,7 +77,6 @@ class MeshPlace:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"stage {self.stage}" + (f" of replica {self.replica}" if self.num_replicas > 1 else "")
 
 
@@ -247,7 +241,6 @@ class Agreement:
         return results[0]
 
     def close(self) -> None:
-        """Part from the other ranks."""
         dist.destroy_process_group(self.group)
 
 

@@ -144,7 +144,6 @@ class StageModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
         return next(self.parameters()).dtype
 
     @property
@@ -219,7 +218,6 @@ class StageModule(nn.Module):
         return F.pad(hidden, (0, 0, 0, width - hidden.shape[1]))
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """[1, T] -> [1, T, hidden]."""
         embedding = self.model.embed_tokens
         if self._residual is None:
             return embedding(tokens)

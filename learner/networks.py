@@ -63,7 +63,6 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return self.modules[0].device
 
     @property
@@ -77,16 +76,13 @@ class Network:
             yield from module.weights().items()
 
     def stored_name(self, name: str) -> str:
-        """As `StageModule.stored_name`."""
         return self.modules[0].stored_name(name)
 
     def published_tensors(self, *, rounded: bool = False) -> dict[str, Tensor]:
-        """As `StageModule.published_tensors`, of all chunks."""
         found = (module.published_tensors(rounded=rounded) for module in self.modules)
         return {name: tensor for each in found for name, tensor in each.items()}
 
     def exported_tensors(self) -> dict[str, Tensor]:
-        """As `StageModule.exported_tensors`, of all chunks."""
         return {name: tensor for module in self.modules for name, tensor in module.exported_tensors().items()}
 
 

@@ -64,20 +64,17 @@ class UpdateResult:
     """What an update did; the same on all ranks. Where it was not taken, no weight of any stage changed."""
 
     non_finite: bool
-    """A non-finite loss or gradient somewhere."""
     dropped: bool
     """Not taken, though loss and gradient were finite."""
     grad_norms: tuple[float, ...]
     """Of each optimizer over all its stages, before clipping."""
     learning_rate: float
-    """Of the policy, scaled."""
     lr_scale: float
     grad_cosine: float | None = None
     """Of the policy's gradient with that of the last update that was taken; None before there is one."""
 
     @property
     def taken(self) -> bool:
-        """Is there a new version?"""
         return not (self.non_finite or self.dropped)
 
 
@@ -97,7 +94,6 @@ class Roundings:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Round the masters anew."""
         if self._roundings:
             torch._foreach_copy_(self._roundings, self._masters)
 
@@ -209,7 +205,6 @@ class StageOptimizer:
         self._roundings.follow()
 
     def clear(self) -> None:
-        """Forget the gradients."""
         self._roundings.hand_over()
         for parameter in self.parameters.values():
             parameter.grad = None

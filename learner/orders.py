@@ -31,7 +31,6 @@ class Work(NamedTuple):
 
     forward: float
     backward: float
-    """0: the pass is forward only."""
 
 
 class Action(NamedTuple):

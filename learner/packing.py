@@ -64,11 +64,9 @@ class PackingRule:
     """How many micro-batches there may be, and of what shape."""
 
     token_budget: int
-    """L, tokens of a micro-batch."""
     num_replicas: int = 1
     """R, which share the micro-batches, as many each."""
     min_micro_batches: int = 1
-    """Least number per replica."""
     multiple: int = 1
     """The number per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
@@ -132,7 +130,6 @@ class PackedBatch:
 
     @property
     def num_micro_batches(self) -> int:
-        """M."""
         return len(self.bounds)
 
     @property
@@ -142,7 +139,6 @@ class PackedBatch:
 
     @property
     def num_empty(self) -> int:
-        """Micro-batches without a sequence."""
         return sum(len(members) == 0 for members in self.members)
 
     @property
@@ -289,7 +285,6 @@ class _Samples:
 
     length_B: IntArray
     prompt_B: IntArray
-    """Tokens of the prompt."""
     same_B: IntArray
     """A number of the prompt: the same for the same tokens."""
     cost_B: FloatArray
@@ -303,7 +298,6 @@ class _Samples:
         return np.bincount(home_B, self.cost_B - saved_B, num_homes).astype(np.float64, copy=False)
 
     def cost_of_bins(self, bins: Sequence[Sequence[int]]) -> FloatArray:
-        """The same, of micro-batches."""
         home_B = np.zeros(len(self.length_B), np.int64)
         for m, members in enumerate(bins):
             home_B[members] = m

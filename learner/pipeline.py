@@ -39,7 +39,6 @@ Coefficients = Callable[[int, Tensor], Tensor]
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 ScheduleKey = tuple[bool, int, int]
-"""Does it train; M; L."""
 
 
 class OutOfMemory(RuntimeError):

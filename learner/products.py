@@ -41,7 +41,6 @@ from torch.nn import functional as F
 from learner import kernels
 
 COMPUTED = torch.bfloat16
-"""What products of matrices read."""
 
 _NORM = "norm"
 """How the name of every norm of a decoder layer ends."""
@@ -209,7 +208,6 @@ class LogitRule:
     """From hidden states to what is held of log-probabilities."""
 
     temperature: float
-    """Of sampling."""
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
     chunk_mib: float | None = None
@@ -372,7 +370,6 @@ def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: T
 def _shares_again(
     hidden: Tensor, cast: Tensor, tokens: Tensor, partition: Tensor, rule: LogitRule
 ) -> tuple[Tensor, Tensor]:
-    """What `_shares` gives."""
     scaled = _scaled_logits(hidden, cast, rule)
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)
     slant = _steepness(scaled, rule) if rule.softcap is not None else None

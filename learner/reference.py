@@ -66,7 +66,6 @@ class Reference:
 
     @property
     def exists(self) -> bool:
-        """Does the algorithm need one?"""
         return bool(self.pipelines)
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:

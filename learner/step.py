@@ -58,13 +58,11 @@ class StepResult:
     updates: tuple[Update, ...]
     metrics: Metrics
     new_scores: Scores = field(default_factory=dict)
-    """Reference log-probabilities computed in this step."""
     lag0_by_actor: Lag0ByActor = field(default_factory=dict)
     """Where lag is 0, how far each actor's log-probabilities are from the learner's."""
 
     @property
     def skipped(self) -> bool:
-        """Was no update taken?"""
         return not any(update.result.taken for update in self.updates)
 
     @property
@@ -138,7 +136,6 @@ class TrainStep:
         return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores, by_actor)
 
     def _divide(self, batch: StepBatch, step: int) -> list[IntArray]:
-        """The sequences of each update."""
         config = self._config
         unit_B = batch.prompt_B if self._keeps_prompts_whole else batch.group_B
         return minibatches(unit_B, config.num_minibatches, config.num_epochs, (self._seed, step))
@@ -198,7 +195,6 @@ class TrainStep:
         return gradient
 
     def _evaluate(self, part: _Part, leaves: Leaves | None) -> LossEvaluation | None:
-        """On the coordinator; None elsewhere."""
         if not self._networks.mesh.place.is_coordinator:
             return None
         assert leaves is not None, "the coordinator has the last stage"
@@ -219,14 +215,12 @@ class _Part:
     where_T: Tensor
     """Its tokens among those of the draw."""
     reference_T: Tensor | None
-    """On the last stages, as `old`."""
     old: Leaves | None
     """Log-probabilities of the policy at the start of the draw, and the critic's values. Where the loss does not read
     them, those of the policy that this update met, and None before it has."""
 
     @property
     def is_whole(self) -> bool:
-        """Is it all of the draw?"""
         return self.batch.rows.num_rows == self.draw.batch.rows.num_rows
 
     def found(self, leaves: Leaves | None) -> None:

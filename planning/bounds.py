@@ -32,7 +32,6 @@ from planning.lengths import REACH, Floats, LengthLaw
 from planning.world import Bound, EnginePool, World
 
 NUM_GROUPS = 4096
-"""Drawn for means over groups."""
 NUM_LENGTHS, NUM_PROMPTS = 513, 65
 """Of the grid that a law is looked at on."""
 NUM_LOADS = 3
@@ -52,12 +51,10 @@ class Bounds:
 
     @property
     def rate(self) -> float:
-        """The least of them."""
         return min(self.generation, self.training, self.staleness)
 
     @property
     def binds(self) -> Bound:
-        """Which that is."""
         named: dict[Bound, float] = {
             "training": self.training,
             "generation": self.generation,

@@ -48,18 +48,15 @@ class SimulatedGroup:
     tokens: list[int]
     """Of each of its samples, prompt and completion."""
     is_scored: bool
-    """Also where there is no reference."""
     usual_tokens: float = 0.0
     """Of a completion of its prompt, as foretold."""
     uses: int = 0
     made: list[float] = field(default_factory=list)
     """Tokens that there are of each completion; those in an engine count when they leave it."""
     resting: list[int] = field(default_factory=list)
-    """Samples that were handed on."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all its samples."""
         return sum(self.tokens)
 
 
@@ -91,7 +88,6 @@ class SimulatedBuffer:
         return len(self._open) + len(self._ready) >= self._world.buffer.most_alive(groups_per_step)
 
     def open(self, group: SimulatedGroup) -> None:
-        """It is leased."""
         self._open[group.id] = group
 
     def complete(self, group: SimulatedGroup) -> None:
@@ -252,11 +248,9 @@ class SimulatedPrompts:
         self._returned.append(prompt)
 
     def usual_tokens(self, prompt: int, version: int) -> float:
-        """As `buffer.prompts.Prompts.usual_tokens`, where somebody asks."""
         return min(float(self._longest), self._lengths.usual(prompt, version)) if self._learns else 0.0
 
     def saw(self, group: SimulatedGroup, version: int) -> None:
-        """A group is complete."""
         if self._learns:
             lengths = [round(length) for length in group.lengths]
             self._lengths.see(group.prompt, lengths, [length >= self._longest for length in lengths], version)

@@ -40,14 +40,12 @@ class LearnerShape:
     schedule: str = "1f1b"
     token_budget: int = 1024
     unit: str = "sequence"
-    """What its loss compares."""
     num_minibatches: int = 1
     """Of a step; each is packed and runs through the pipeline by itself."""
     saves_pass: bool = False
     """Does an update take a forward pass less where every unit lies whole in a micro-batch? Not if the draw has one."""
 
     def rule(self, cost: CostModel) -> PackingRule:
-        """How it packs."""
         least, multiple = micro_batches_asked(self.schedule, self.num_stages)
         return PackingRule(
             self.token_budget,

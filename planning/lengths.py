@@ -30,7 +30,6 @@ class LengthLaw:
     """Lengths by their quantiles at evenly spaced normal scores from -4 to 4."""
 
     quantiles: tuple[float, ...]
-    """Tokens, ascending."""
     explained: float = 0.0
     """Share of the variance of the normal score that the prompt decides, 0..1."""
 
@@ -74,14 +73,12 @@ class LengthLaw:
 
     @cached_property
     def mean(self) -> float:
-        """Tokens of a completion, on average."""
         scores = np.linspace(-2 * REACH, 2 * REACH, 8001)
         density = np.exp(-(scores**2) / 2)
         return float((np.interp(scores, self._scores, self.quantiles) * density).sum() / density.sum())
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest completion."""
         return self.quantiles[-1]
 
 

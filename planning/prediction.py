@@ -13,7 +13,6 @@ from planning.world import Outcome, World
 MANY_SAMPLES = 30_000
 """Samples that a prediction simulates in all: less than a second."""
 LEAST_STEPS = 12
-"""That count, of each seed."""
 NUM_SEEDS = 3
 _T = 4.30
 """Student's t, 95 %, of so many."""
@@ -23,12 +22,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Means over seeds."""
 
     samples_per_s: float
-    """Trained."""
     low: float
     high: float
     """Of samples_per_s, 95 % by the seeds that were simulated; what the profile does not know is not in it."""
     step_s: float
-    """Of the learner."""
     token_s: float
     """Of an engine, for one token of all its samples; of several pools the mean by slots."""
     learner_busy: float
@@ -41,7 +38,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Of a thousand trained samples; None without prices."""
 
     def describe(self) -> str:
-        """One line."""
         price = "" if self.price_per_1000 is None else f", {self.price_per_1000:.3g} per 1,000 samples"
         return f"{self.samples_per_s:.1f} samples/s ({self.low:.1f} to {self.high:.1f}), {self.binds} binds{price}"
 

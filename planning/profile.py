@@ -33,7 +33,6 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     processor: str
     cores: int
     gpus: list[str] = []
-    """Their names."""
 
     def __str__(self) -> str:
         gpus = f", {len(self.gpus)} x {self.gpus[0]}" if self.gpus else ", no GPU"
@@ -48,7 +47,6 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the engines of a pool."""
 
     terms: tuple[float, float, float, float]
-    """Of `common.costs.TokenTime`, seconds."""
     num_steps: int
     relative_error: float
     """Root mean square of what the law leaves of a step, over the mean step."""
@@ -60,7 +58,6 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def law(self) -> TokenTime:
-        """To reckon with."""
         return TokenTime(*self.terms)
 
 
@@ -72,7 +69,6 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     relative_error: float
     shape: LearnerShape
-    """That it was measured with."""
     between_steps_s: float
     """From the end of a step to the begin of the next where its batch was ready."""
     score_token_s: float = 0.0
@@ -82,7 +78,6 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def law(self) -> LearnerTime:
-        """To reckon with."""
         return LearnerTime(*self.terms)
 
     def scores(self, shape: LearnerShape, *, ahead: bool) -> Scores | None:
@@ -118,7 +113,6 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated."""
 
     prompt_tokens: float
-    """Mean."""
     quantiles: tuple[float, ...]
     """Of the lengths of completions; see `LengthLaw`."""
     explained: float
@@ -127,7 +121,6 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lengths(self) -> LengthLaw:
-        """The law of the lengths."""
         return LengthLaw(self.quantiles, self.explained)
 
 
@@ -136,12 +129,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     taken_s: float
-    """Seconds since the Unix epoch."""
     machine: MachineFacts
     model: str
     """`common.hf_folder.model_identity`, or its name on the Hub."""
     engines: dict[str, EngineCosts]
-    """Pool -> its engines."""
     learner: LearnerCosts
     weights: WeightCosts
     samples: SampleFacts

@@ -35,15 +35,12 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many plans it has."""
         return math.prod(len(choices) for choices in self.dimensions.values())
 
     def all(self) -> Iterable[Plan]:
-        """Every plan."""
         return product(*(range(len(choices)) for choices in self.dimensions.values()))
 
     def choices(self, plan: Plan) -> dict[str, object]:
-        """What a plan chooses, by dimension."""
         return {name: choices[place] for (name, choices), place in zip(self.dimensions.items(), plan, strict=True)}
 
 
@@ -56,7 +53,6 @@ class Best:
     _seen: set[Plan] = field(default_factory=set)
 
     def see(self, plan: Plan, score: float) -> None:
-        """One more."""
         if score == -math.inf or plan in self._seen:
             return
         if len(self._heap) < self.num:

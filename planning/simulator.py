@@ -47,7 +47,6 @@ class _Engine:
     heard: PolicyVersion
     """The newest published version that it knows of."""
     waiting: deque[tuple[SimulatedGroup, int]] = field(default_factory=deque)
-    """Leased samples without a slot."""
     num_unrewarded: int = 0
     is_updating: bool = False
     is_asking: bool = False
@@ -55,7 +54,6 @@ class _Engine:
     event: int = 0
     """Number of the event that is its next end; an older one is over."""
     slot_s: float = 0.0
-    """Slots in use, over time."""
     hands_on_at: float = inf
     """Tokens with which a sample goes on elsewhere."""
     closed_since_s: float | None = None

@@ -38,11 +38,9 @@ class EnginePool:
     count: int
     law: TokenTime
     config: ActorsConfig
-    """As it is for the pool."""
     kv_tokens: float = inf
     """Tokens that the cache of an engine holds."""
     price: float = 0.0
-    """Of one engine, per hour."""
 
     def gate(self) -> KvGate[Any] | None:
         """Of one engine in which nothing runs; None where its cache holds whatever it runs."""
@@ -65,7 +63,6 @@ class TokenClock(Generic[K]):
     )  # fmt: skip
 
     def __init__(self, law: TokenTime, now_s: float = 0.0) -> None:
-        """Idle, with no time to lose."""
         self._a, self._s, self._k, self._f = law.base, law.per_sample, law.per_kv_token, law.per_prompt_token
         self.now_s = now_s
         self.made = 0.0
@@ -81,7 +78,6 @@ class TokenClock(Generic[K]):
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens of all contexts."""
         return self._context + self.num_running * self.made
 
     def advance(self, now_s: float) -> None:
@@ -128,7 +124,6 @@ class TokenClock(Generic[K]):
         return key
 
     def running(self) -> list[K]:
-        """Of the samples that run."""
         return [entry[3] for entry in self._ends]
 
     def cancel(self, key: K) -> float:
@@ -150,7 +145,6 @@ class Costs:
     """Seconds of what is neither a token nor a step."""
 
     reward_s: float = 0.0
-    """From a completion to its commit."""
     lease_s: float = 0.0
     """From a door that opens to the lease of an actor that waits at it, mean; it asks again and again."""
     publish_s: float = 0.0
@@ -191,13 +185,11 @@ class World:
     costs: Costs = Costs()
     scores: Scores | None = None
     learner_price: float = 0.0
-    """Of all its hosts, per hour."""
     prompts: Callable[[int], PromptStream] | None = None
     """The prompts under a seed; None: as the law of lengths makes them."""
 
     @property
     def group_size(self) -> int:
-        """K."""
         return self.pools[0].config.group_size
 
 
@@ -208,20 +200,16 @@ class Outcome:
     seconds: float = 0.0
     num_steps: int = 0
     num_trained: int = 0
-    """Samples, as often as they were."""
     num_generated: int = 0
     num_tokens: float = 0.0
-    """Completion tokens generated."""
     num_handed_on: int = 0
     """Samples that went on in another engine."""
     num_dropped: int = 0
     """Samples that were too old before any step used them."""
     busy_s: float = 0.0
-    """Seconds of steps."""
     between_s: float = 0.0
     """Seconds after steps in which no other can begin."""
     slots_used: float = 0.0
-    """Share of all slots, over time."""
     slots_used_by_pool: dict[str, float] = field(default_factory=dict)
     closed: float = 0.0
     """Share of time in which an engine had room and admission was closed, mean over engines."""
@@ -232,11 +220,9 @@ class Outcome:
     residence_s: float = 0.0
     """From the lease of a group to the end of its step, added up over trained groups."""
     price: float = 0.0
-    """Per hour, of everything."""
 
     @property
     def samples_per_s(self) -> float:
-        """Trained."""
         return self.num_trained / self.seconds if self.seconds else 0.0
 
     @property
@@ -246,7 +232,6 @@ class Outcome:
 
     @property
     def drop_share(self) -> float:
-        """Of the samples that were generated."""
         return self.num_dropped / self.num_generated if self.num_generated else 0.0
 
     @property
@@ -261,7 +246,6 @@ class Outcome:
 
     @property
     def binds(self) -> Bound:
-        """What the rate is limited by."""
         if self.busy_s + self.between_s >= _FULL * self.seconds:
             return "training"
         if self.slots_used >= _FULL or self.closed + self.behind <= 1.0 - _FULL:

@@ -142,7 +142,6 @@ def _rebuilt(entry: TensorEntry, blobs: memoryview, parent: TensorFile, delta: P
 
 
 def _encode_plane(plane: Bytes) -> bytes:
-    """Header and content of a plane."""
     changed = plane != 0
     count = int(np.count_nonzero(changed))
     if count == 0:

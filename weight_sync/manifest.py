@@ -34,7 +34,6 @@ MANIFEST_NAME = "manifest.json"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4}
 """Bytes of one value, for every dtype that weights may have."""
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32"}
-"""What a header calls them."""
 
 Encoding = Literal["same", "xor", "raw"]
 """How a delta gives a tensor: it is the parent's; as a compressed XOR with the parent's bytes; or whole."""
@@ -65,9 +64,7 @@ class DeltaEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     encoding: Encoding
     offset: int
-    """In bytes."""
     size_bytes: int
-    """0 where the encoding is 'same'."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +84,6 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole tensor."""
         size = ITEM_BYTES[self.dtype]
         for extent in self.shape:
             size *= extent
@@ -137,7 +133,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created_s: float
     """Wall time, seconds since the Unix epoch."""
     tensors: tuple[TensorEntry, ...]
-    """Sorted by dtype and name."""
     files: tuple[FileEntry, ...]
     format_version: int = FORMAT_VERSION
     checksum: str = ""
@@ -145,7 +140,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def policy(self) -> PolicyVersion:
-        """The version that this manifest describes."""
         return PolicyVersion(self.incarnation, self.version)
 
     @property
@@ -215,7 +209,6 @@ def delta_name(file: str) -> str:
 
 
 def part_name(rank: int) -> str:
-    """Of the document of one stage."""
     return f"part-{rank}.json"
 
 

@@ -104,7 +104,6 @@ class HostCopy:
         return host_bytes(self._buffers[dtype])
 
     def tensor_bytes(self, place: TensorSlot, dtype: str) -> memoryview:
-        """One tensor in one dtype."""
         size = ITEM_BYTES[dtype]
         return self.bytes_of(dtype)[place.start * size : place.end * size]
 
@@ -129,7 +128,6 @@ class _Parent:
     version: PolicyVersion
     copy: HostCopy
     checksums: dict[tuple[str, str], str]
-    """(dtype, name) -> checksum."""
 
 
 class PartMaker:

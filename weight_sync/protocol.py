@@ -24,7 +24,6 @@ MAX_REASON = 4000
 ChunkBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
 FileName = Annotated[str, msgspec.Meta(max_length=200)]
 VersionText = Annotated[str, msgspec.Meta(max_length=40)]
-"""A version as `str` writes it."""
 
 
 class WholeFilesNeeded(WeightsError):
@@ -111,7 +110,6 @@ class Newest(Message, frozen=True):
     """Answer to NewestRequest."""
 
     version: VersionText
-    """Empty before the first."""
 
 
 class Document(Message, frozen=True):
@@ -122,7 +120,6 @@ class Chunk(Message, frozen=True):
     """Answer to ReadRequest; the body holds the bytes."""
 
     total_bytes: Count
-    """Of the whole file."""
 
 
 class WriteStatus(Message, frozen=True):
@@ -135,7 +132,6 @@ class WriteStatus(Message, frozen=True):
 Question = (
     StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartRequest
 )
-"""What is answered at once."""
 Request = Question | PartDone | CommitRequest
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 

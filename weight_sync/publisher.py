@@ -131,7 +131,6 @@ class Publisher:
 
     @property
     def commits(self) -> bool:
-        """Does this stage commit the versions?"""
         return self._rank == self._num_stages - 1
 
     @property

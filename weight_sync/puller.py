@@ -33,7 +33,6 @@ class Puller:
     """Looks for newer versions and stages them. Used by one thread at a time."""
 
     def __init__(self, source: WeightStore | _NetworkSource, dtype: str) -> None:
-        """See `open_puller` and `of_folder`."""
         self._source = source
         self._dtype = dtype
         self._newest: PolicyVersion | None = None

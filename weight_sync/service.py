@@ -93,7 +93,6 @@ class WeightService:
             raise TransferFailed(str(error)) from error
 
     def serve(self, stop: threading.Event) -> None:
-        """Answer until `stop` is set."""
         try:
             while not stop.is_set():
                 self.turn()

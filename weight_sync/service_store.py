@@ -69,7 +69,6 @@ class _Served:
     last_files: frozenset[str]
     """Of each dtype the file that is read last, whole or as its changes."""
     was_read: bool = False
-    """Somebody got through."""
     sent_bytes: int = 0
     maps: dict[str, memoryview] = field(default_factory=dict)
     readers: dict[bytes, _Reader] = field(default_factory=dict)
@@ -151,7 +150,6 @@ class ServedVersions:
         self._cap()
 
     def close(self) -> None:
-        """Let go of all."""
         for version in list(self._served):
             self._let_go(version)
 
@@ -212,7 +210,6 @@ class UploadReceiver:
     """Takes the parts of versions. It remembers nothing but what lies in the folder."""
 
     def __init__(self, store: WeightStore) -> None:
-        """Write into a store."""
         self._store = store
 
     def status(self, version: PolicyVersion, file: str, total_bytes: int) -> int:

@@ -123,7 +123,6 @@ class WeightStore:
         return None if newest is None else self.manifest(newest)
 
     def committed(self) -> list[PolicyVersion]:
-        """All versions that exist, oldest first."""
         return sorted(version for version, folder in self._folders() if (folder / MANIFEST_NAME).exists())
 
     def manifest_bytes(self, version: PolicyVersion) -> bytes:
@@ -260,7 +259,6 @@ class WeightStore:
                 discard(folder)
 
     def note_remote_reader(self) -> None:
-        """Somebody reads over the network."""
         (self.folder / _REMOTE_READER).touch()
 
     def wants_deltas(self) -> bool:

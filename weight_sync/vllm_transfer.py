@@ -90,7 +90,6 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     verification: Verification | None = None
     """Of the version that will be loaded next."""
     _room: PinnedRoom | None = None
-    """Where a GPU copies from."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to set up."""

@@ -56,7 +56,6 @@ def gym_problems(
 
 
 def _most_items(config: ReasoningGymTask) -> int:
-    """How many items may be tried."""
     # The stream yields a held-out question with probability heldout_share, so even an endless
     # dataset needs that many items on average; ten times as many are allowed for repetitions.
     need = max(config.num_train / (1 - config.heldout_share), config.num_heldout / config.heldout_share)

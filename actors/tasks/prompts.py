@@ -210,7 +210,6 @@ class Split:
 
     @property
     def num_distinct(self) -> int:
-        """Distinct prompts offered so far."""
         return len(self._seen)
 
     def finish(self) -> Split:

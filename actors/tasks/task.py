@@ -84,7 +84,6 @@ class Problem:
 
 Render = Callable[[Mapping[str, Any]], str]
 Call = Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
-"""A reward function that is loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,6 @@ class Selection:
     phase: str | None = None
 
     def accepts(self, group: GroupView) -> bool:
-        """Is the group wanted?"""
         return (
             (self.prompt_id is None or group.row.prompt_id == self.prompt_id)
             and (self.phase is None or group.row.phase == self.phase)
@@ -89,11 +88,9 @@ class GroupView:
     tries: Tries | None = None
     """What is known of its prompt's success, where that is learned."""
     samples: Sequence[Sample] = ()
-    """Those stored and asked for."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the committed samples."""
         return [length for length in self.row.lengths if length]
 
     def value(self, by: Order) -> float | None:
@@ -159,7 +156,6 @@ class Inspection:
                 store.close()
 
     def totals(self) -> Totals:
-        """Figures of the whole folder."""
         ledger: Counter[str] = Counter()
         reasons: Counter[str] = Counter()
         version = num_groups = num_records = 0
@@ -173,7 +169,6 @@ class Inspection:
         return Totals(version, num_groups, num_records, size, dict(ledger), dict(reasons))
 
     def states(self) -> dict[int, StoreState]:
-        """The state record of each shard."""
         return {store.facts.shard: look_at(store, lambda tx: tx.state) for store in self.stores}
 
     def groups(
@@ -282,7 +277,6 @@ class _Reader:
         """Takes a sentence for each value that does not match its checksum."""
 
     def all(self, *, with_samples: bool) -> Iterator[GroupView]:
-        """The groups wanted, by their ids."""
         position: int | None = 0
         while position is not None:
             found, position = look_at(self._store, partial(self._some, first=position, with_samples=with_samples))

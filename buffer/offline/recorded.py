@@ -57,7 +57,6 @@ class RecordedGroups(NamedTuple):
     """Where each sample stands in its file; None where there is no file."""
 
     def name_of(self, row: int) -> str:
-        """A sample, for people."""
         if self.rows is not None:
             return f"row {self.rows[row]}"
         group_id, index = (self.batch.column(name)[row].as_py() for name in ("group_id", "sample_index"))
@@ -130,9 +129,7 @@ class Survey(NamedTuple):
     single: str
     """A sample that is alone in its group, for people; '' where there is none."""
     num_unknown: int
-    """Samples without log-probabilities."""
     num_prompts: int
-    """Prompt ids are below it."""
     group_size: int
     """The samples of the largest group, as their indices have it."""
     longest: int

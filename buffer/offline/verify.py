@@ -27,7 +27,6 @@ from buffer.transaction import TABLES, Transaction
 from common.files import sync
 
 MAX_NAMED = 4
-"""How many keys a fault names."""
 _LOCK = "lock.mdb"
 _NEW = "compacting"
 """Name of the folder, within the store's, where the new file grows."""

@@ -112,7 +112,6 @@ class ShardedClient:
         return self._submit(self._status)
 
     def drain(self) -> Future[p.Done]:
-        """Let no shard grant further leases."""
         return self._tell(lambda client: client.drain())
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -153,7 +152,6 @@ class ShardedClient:
         return Together[p.RowResult](len(pushed)).follow(pushed)
 
     def has_room(self, _trajectory: Trajectory) -> bool:
-        """`push` always returns at once."""
         return True
 
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
@@ -198,7 +196,6 @@ class ShardedClient:
         return self._submit(self._visits)
 
     def expect(self, means: npt.NDArray[np.float32], variance: float) -> Future[p.Done]:
-        """Say it to all shards."""
         return self._tell(lambda client: client.expect(means, variance))
 
     def step_finished(self, step: int, version: int, skipped: bool = False) -> Future[p.Done]:
@@ -382,7 +379,6 @@ class JointDraws:
         return step not in self._plans or shard in self._plans[step]
 
     async def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Draw:
-        """See `BufferClient.draw`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while step not in self._plans:

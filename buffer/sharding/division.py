@@ -28,12 +28,10 @@ _GOLDEN = 0.6180339887498949
 
 
 def shard_of(prompt_id: int, num_shards: int) -> int:
-    """The shard that owns a prompt."""
     return int(xxhash.xxh3_64_intdigest(prompt_id.to_bytes(8, "little"))) % num_shards
 
 
 def owned_prompts(facts: RunFacts) -> npt.NDArray[np.int64]:
-    """The prompts of this shard, ascending."""
     return np.flatnonzero(_owners(facts.num_prompts, facts.num_shards) == facts.shard)
 
 
@@ -173,7 +171,6 @@ def refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:
 
 @lru_cache(maxsize=2)
 def _owners(num_prompts: int, num_shards: int) -> npt.NDArray[np.int64]:
-    """The shard of every prompt."""
     if num_shards == 1:
         return np.zeros(num_prompts, np.int64)
     return np.fromiter((shard_of(prompt, num_shards) for prompt in range(num_prompts)), np.int64, num_prompts)

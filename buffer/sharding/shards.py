@@ -94,7 +94,6 @@ class Shard:
         return task
 
     def ask(self, request: Request[R]) -> asyncio.Task[R]:
-        """Make a request at once."""
         return self._start(self._answer(request))
 
     def ask_one(self, kind: str, request: Request[R], *, even_late: bool = False) -> asyncio.Task[R]:
@@ -108,7 +107,6 @@ class Shard:
         return task
 
     def taken(self, kind: str) -> None:
-        """The answer to `ask_one` was seen."""
         self._single.pop(kind, None)
 
     def push(self, trajectory: Trajectory, loop: asyncio.AbstractEventLoop) -> Future[p.RowResult]:
@@ -153,7 +151,6 @@ class Shard:
             self.waiting_for = draw.waiting_for
 
     def hear(self, ledger: dict[str, int], fidelity: LengthFidelity) -> None:
-        """Remember the newest figures."""
         if ledger:
             self.ledger, self.fidelity = ledger, fidelity
 
@@ -202,7 +199,6 @@ class Shards(list[Shard]):
 
     @property
     def fidelity(self) -> LengthFidelity:
-        """The worst of the shards."""
         return LengthFidelity.worst(shard.fidelity for shard in self)
 
     async def answered(self, tasks: Mapping[int, asyncio.Task[R]]) -> dict[int, R]:
@@ -234,7 +230,6 @@ def _pass_on(future: Future[R], answered: Future[R]) -> None:
 
 
 def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
-    """The status of all shards together."""
     tables = ("ledger", "quarantined_by_reason", "failed_by_reason", "spent_s")
     counts = ("num_ready_groups", "num_drawn_groups", "num_records", "size_bytes", "num_damaged")
     sums: dict[str, Any] = {name: _added([getattr(part, name) for part in parts]) for name in tables}

@@ -83,7 +83,6 @@ class ClientKeys:
     """What a client of the run's services has."""
 
     server: Key
-    """Public key of the services."""
     public: Key
     secret: Key
 

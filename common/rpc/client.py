@@ -401,7 +401,6 @@ class RpcClient:
             settle(call.future, Answer(reply, body))
 
     def _send_again(self, call: _Call, what: str) -> None:
-        """It came damaged, there or back."""
         call.num_damaged += 1
         log.warning("%s: %s was damaged on its way (%s); asking again", self._who, call.name, what)
         if call.num_damaged < _MAX_DAMAGED:
@@ -454,12 +453,10 @@ class _Wake:
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Take all wake-ups out."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Give it back."""
         with self._lock:
             self._is_closed = True
             os.close(self.fd)

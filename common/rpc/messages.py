@@ -54,7 +54,6 @@ class Refused(Message, frozen=True):
     """RETRY: not now. DAMAGED: the request was damaged on its way. Else a word of the service, from which its client
     makes an error; '' where there is nothing to tell apart."""
     errno: int = 0
-    """Of a disk's error."""
 
 
 RETRY, DAMAGED = "retry", "damaged"
@@ -64,7 +63,6 @@ class Asker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who asks."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]
-    """Unique in the run."""
     role: Role
     session: Annotated[str, msgspec.Meta(max_length=64)]
     """Random per client process: by this a service knows again whom it has greeted, so nobody else is told it."""
@@ -80,7 +78,6 @@ class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=Tr
     run_id: str = ""
     """A message of another run is refused, whatever it asks."""
     protocol: Count = 0
-    """The version that its sender speaks."""
     asker: Asker | None = None
     """Of a request; a reply has none."""
 

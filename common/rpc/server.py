@@ -52,12 +52,10 @@ class Request(NamedTuple):
     identity: bytes
     request_id: int
     message: Any
-    """One of the protocol's requests."""
     body: memoryview
     asker: Asker
     """Of a role that may ask it. Whether it is who it says is for the service to see."""
     peer: str
-    """Where it came from, for people."""
 
 
 class Malformed(NamedTuple):
@@ -66,7 +64,6 @@ class Malformed(NamedTuple):
     identity: bytes
     request_id: int
     reason: str
-    """'header', 'checksum', or what `refuse_body` found."""
     data: bytes | memoryview
     reply: Refused | None
     """None: there is no request to answer. Whoever sent it will send it again, or is no client of ours."""
@@ -205,7 +202,6 @@ class RpcServer:
 
     @property
     def is_closed(self) -> bool:
-        """The address was given back."""
         return bool(self._socket.closed)
 
     def poll(self, timeout_s: float) -> bool:

@@ -84,7 +84,6 @@ Check = Callable[[], Sequence[Finding]]
 
 
 def ok(name: str, found: str) -> list[Finding]:
-    """It is as it should be."""
     return [Finding(name, "ok", found)]
 
 
@@ -94,7 +93,6 @@ def warning(name: str, found: str, remedy: str) -> list[Finding]:
 
 
 def problem(name: str, found: str, remedy: str) -> list[Finding]:
-    """A run would fail."""
     return [Finding(name, "problem", found, remedy)]
 
 
@@ -152,7 +150,6 @@ def _fork(name: str, check: Check) -> tuple[int, int]:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print them as a table."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -50,11 +50,9 @@ class LossyStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As that of the stream."""
         return self._unless_lost(lambda: self._stream.write(text)) or len(text)
 
     def flush(self) -> None:
-        """As that of the stream."""
         self._unless_lost(self._stream.flush)
 
     def _unless_lost(self, call: Callable[[], int | None]) -> int | None:

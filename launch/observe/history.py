@@ -25,7 +25,6 @@ class History:
     wall_s: float
     """Seconds that the commands before worked on the run."""
     num_redone: int = 0
-    """Steps that they took once more."""
     changes: str = ""
     """Which keys of the config, and which contents, are other than before, as a sentence; empty where none is."""
     digests: Mapping[str, str] = field(default_factory=dict)

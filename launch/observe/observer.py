@@ -128,7 +128,6 @@ class Observer:
     # --- what happens -----------------------------------------------------------------------------
 
     def phase(self, text: str) -> None:
-        """The run does something else now."""
         with self._lock:
             self.status.phase, self.status.phase_since_s = text, self._wall()
             self._write()
@@ -440,7 +439,6 @@ class Observer:
         return status
 
     def _complain(self, what: str, error: Exception) -> None:
-        """Once, while it stays the same."""
         text = f"{what}: {type(error).__name__}: {error}"
         if text != self._complained:
             log.warning("%s", text, exc_info=None if isinstance(error, OSError) else error)

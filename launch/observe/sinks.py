@@ -112,7 +112,6 @@ class Tracker:
         self._events.flush()
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Final figures for Weights & Biases."""
         self._with_wandb(lambda run: run.summary.update(dict(values)))
 
     def close(self) -> None:
@@ -242,7 +241,6 @@ OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
     "leeway_actor_restarts": ("How often it was started again.", lambda actor: actor.restarts),
     "leeway_actor_mismatch_lag0_abs": (METRICS["mismatch/lag0_abs"], lambda actor: actor.mismatch_lag0_abs),
 }
-"""With the labels actor and pool."""
 
 OF_RUN: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
     "leeway_polled_timestamp_seconds": ("When the roles were last asked for news.", lambda run: run.polled_s),
@@ -255,7 +253,6 @@ OF_RUN: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
         lambda run: run.buffer.ready_groups if run.buffer else None,
     ),
 }
-"""Of the run as a whole."""
 
 
 class Exporter(Collector):

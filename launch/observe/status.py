@@ -59,7 +59,6 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ""
     number: int = 0
     pool: str = ""
-    """Of an actor; else empty."""
     state: str
     """As its `state` in `launch.processes` says: "starting", "working", "finished", and more of stages and actors."""
     since_s: float = 0.0
@@ -83,7 +82,6 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     """Versions that it is behind the newest published one."""
     waits_s: float = 0.0
     running: int = 0
-    """Samples in flight."""
     tokens_per_s: float = 0.0
     acknowledged: int = 0
     """Samples of which the buffer told it that it has them, over all its processes of this command."""
@@ -97,10 +95,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     wanted: int
-    """Actors that it should have."""
     working: int = 0
     running: int = 0
-    """Samples in flight."""
     tokens_per_s: float = 0.0
     lag_mean: float | None = None
     """Over all trained tokens that it sampled."""
@@ -113,11 +109,9 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All stages together."""
 
     tokens_per_s: float = 0.0
-    """Trained, over the last seconds."""
     busy_frac: float | None = None
     """Share of the last step, and of the wait for its batch, in which it computed."""
     step_s: float | None = None
-    """That the last step took."""
     waits_for: str = ""
     publishing: str = ""
     """What keeps published weights from being on disk; empty where nothing does."""
@@ -145,7 +139,6 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out accuracy at one version (or a few, where actors differed)."""
 
     versions: str
-    """For people, separated by ", "."""
     policy_version: int = 0
     start: int = 0
     """Of the newest one: its number, and which start of the learner made it, from 0."""
@@ -172,7 +165,6 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def row(self) -> dict[str, Any]:
-        """As metrics."""
         return {
             "eval/accuracy_greedy": self.greedy,
             "eval/accuracy_sampled": self.sampled,
@@ -183,7 +175,6 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def describe(self) -> str:
-        """One line."""
         failed = f", {self.num_failed} answers failed" if self.num_failed else ""
         return (
             f"held-out accuracy at version {self.versions}: greedy {number(self.greedy)}, "
@@ -215,7 +206,6 @@ class RunStatus(msgspec.Struct, kw_only=True):
     run_id: str
     folder: str
     pid: int
-    """Of the command."""
     host: str
     """Name of the machine that it runs on."""
     started_s: float
@@ -238,10 +228,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     reward: float | None = None
     loss: float | None = None
     lag_mean: float | None = None
-    """Over all trained tokens so far."""
     lag_max: int = 0
     max_lag: int | str
-    """The bound, or 'unbounded'."""
     mismatch_lag0_abs: float | None = None
     """Of the newest step that had tokens of lag 0."""
     overlap_frac: float | None = None
@@ -259,9 +247,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """Pool -> lag -> tokens trained under this command, once for each update that trained them; a step taken again
     counts once."""
     waits: list[str] = []
-    """Who waits for whom, as sentences."""
     tripped: list[str] = []
-    """What is wrong now, as sentences."""
     events: list[RunEvent] = []
     ended: Ended | None = None
 
@@ -292,7 +278,6 @@ class PollResult:
     processes: tuple[ProcessStatus, ...] = ()
     """All of the run: buffer, weights, stages, actors."""
     status: Status | None = None
-    """Of the buffer."""
 
 
 # --- the file -----------------------------------------------------------------------------------------
@@ -356,7 +341,6 @@ class StatusView:
 
     @property
     def is_well(self) -> bool:
-        """It goes on, or is done."""
         if self.resuming:
             return True
         if self.status.ended is not None:

@@ -20,7 +20,6 @@ ACKNOWLEDGED = ("committed", "duplicate")
 """Outcomes of samples that the buffer has; a duplicate was committed when it came before, and the answer was lost."""
 
 ALL = ("all", "")
-"""Actors together."""
 
 
 class _Step(NamedTuple):
@@ -119,7 +118,6 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
     """The engines of a pool over the last seconds."""
 
     slots: int = 0
-    """Samples that they have room for."""
     slots_used: float | None = None
     """Mean share of them; None where no engine is there."""
     tokens_per_sample: float | None = None
@@ -235,7 +233,6 @@ class ActorTotals:
 # --- intervals of time --------------------------------------------------------------------------------
 
 Interval = tuple[float, float]
-"""Start and end, wall-clock seconds."""
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -250,12 +247,10 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Seconds that the union covers."""
     return sum(end - start for start, end in merge(intervals))
 
 
 def shared(left: Iterable[Interval], right: Iterable[Interval]) -> float:
-    """Seconds that both cover."""
     a, b = merge(left), merge(right)
     return max(0.0, total(a) + total(b) - total([*a, *b]))
 

@@ -84,21 +84,17 @@ class Event(msgspec.Struct, omit_defaults=True):
     s: str | None = None
     args: dict[str, Any] = {}
     who: str = ""
-    """The role: "learner", "actor-0"."""
 
     @property
     def start_s(self) -> float:
-        """Wall clock, seconds since the epoch."""
         return self.ts / 1e6
 
     @property
     def end_s(self) -> float:
-        """Wall clock, seconds since the epoch."""
         return (self.ts + self.dur) / 1e6
 
     @property
     def count(self) -> int:
-        """How many spans it stands for."""
         return int(self.args.get("count", 1))
 
 
@@ -191,19 +187,15 @@ class Trace:
         self._cut()
 
     def phase(self, text: str) -> None:
-        """The run does something else now."""
         self._switch("launch", "phase", text)
 
     def evaluating(self) -> None:
-        """An evaluation begins."""
         self._switch("evaluation", "evaluate", "evaluate")
 
     def evaluated(self, versions: str) -> None:
-        """It is over."""
         self._switch("evaluation", "evaluate", "", {"version": versions})
 
     def event(self, kind: str, text: str) -> None:
-        """A moment at which something happened."""
         name, pid = printable(f"{kind}: {text}", 200), self._process("launch")
         self._write(Event(ph="i", s="g", name=name, cat=kind, pid=pid, tid=0, ts=round(1e6 * self._wall())))
 

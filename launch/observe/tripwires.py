@@ -52,9 +52,7 @@ class Trip:
     """Something tripped, or is over."""
 
     kind: str
-    """As an event: 'behind', 'behind_ended'."""
     who: str
-    """The actor's name, or 'learner'."""
     text: str
     action: Action | None = None
     """What is to be done; None where telling is all."""
@@ -285,7 +283,6 @@ class _Window(NamedTuple):
     reward: float
     """Mean over the steps, as all that follows it."""
     squared_error: float
-    """Of that mean."""
     std: float
     """Of the rewards of a step's samples."""
     ess: float
@@ -293,8 +290,6 @@ class _Window(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> _Window:
-        """What these steps say."""
-
         def mean(name: str) -> float:
             known = [row[name] for row in rows if row.get(name) is not None and not math.isnan(row[name])]
             return fmean(known) if known else math.nan

@@ -25,7 +25,6 @@ MAX_ROWS = 12
 
 
 def style_of(pools: Sequence[str], pool: str) -> str:
-    """The colour of a pool."""
     return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
 
 
@@ -61,7 +60,6 @@ def lag_rows(status: RunStatus, width: int, max_rows: int, *, ascii_only: bool) 
 
 
 OUTSIDE = ("duplicates", "late", "quarantined")
-"""Shown where there are any."""
 
 Wrap = Callable[[str, str], list[Text]]
 """A sentence and its style, as lines of the width at hand."""
@@ -237,7 +235,6 @@ NARROW = 50
 TWO_COLUMNS = 150
 """From this width on the sections stand in two columns."""
 RIGHT = frozenset({"lag", "waits", "events"})
-"""In the right one."""
 MOST_IMPORTANT_FIRST = ("wrong", "lag", "waits", "pools", "buffer", "actors", "stages", "events", "services")
 TALLEST = 60
 """Lines where the height is not known, as in a pipe."""

@@ -64,7 +64,6 @@ class ActorProcess(PlacedProcess):
 
     @property
     def state(self) -> str:
-        """For people; see the class."""
         if self.leaving is not None and not self.lost:
             return "leaving"
         state, evaluating = super().state, self.evaluating  # read once, as there
@@ -98,7 +97,6 @@ class ActorProcess(PlacedProcess):
         self.after_sigterm.working_since_s = self.restarts.working_since_s
 
     def forget(self) -> None:
-        """Its process is gone."""
         super().forget()
         self.starting = self.evaluating = self._cut_since_s = None
 
@@ -165,7 +163,6 @@ class ActorPools:
         return [(actor, actor.starting) for actor in self.actors]
 
     def begin(self) -> None:
-        """Begin to generate."""
         for actor in self.actors:
             if actor.running is None and actor.is_ready:  # whoever is started again, or waits, begins when it is up
                 actor.begin_work(actor.handle.run.remote())

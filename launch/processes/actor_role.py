@@ -64,11 +64,8 @@ class ActorRole(Role):
     """Hosts one actor and its engine. Its calls are coroutines, so that they interleave."""
 
     _work: asyncio.Task[None] | None = None
-    """That of `run`."""
     _stopping: asyncio.Task[None] | None = None
-    """That of `stop`, whoever asked first."""
     _leaving: asyncio.Task[None] | None = None
-    """Since SIGTERM came."""
 
     def __init__(self, log: Path, config: ActorsConfig) -> None:
         """Load what an engine of this config needs, which takes longest of all: meanwhile the services start."""
@@ -106,7 +103,6 @@ class ActorRole(Role):
         await self._unless_told(self._work)
 
     async def report(self) -> ActorReport:
-        """What happened since the last call."""
         return self._loop.report()
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
@@ -126,7 +122,6 @@ class ActorRole(Role):
     # --- SIGTERM ----------------------------------------------------------------------------------
 
     def _hear_sigterm(self) -> None:
-        """In a thread of its own."""
         signal.sigwait({signal.SIGTERM})
         self._events.call_soon_threadsafe(self._begin_to_leave)
 

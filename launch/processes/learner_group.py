@@ -91,7 +91,6 @@ class StageRole(Role):
         self._stage.run()
 
     def poll(self) -> StagePoll:
-        """What happened since the last call."""
         return StagePoll(self._stage.poll(), self._stage.waiting_for, self._stage.publishing, [*leftovers.values()])
 
     def request_stop(self) -> None:
@@ -173,7 +172,6 @@ class LearnerGroup:
         self._placement = PlacementGroup(bundles, " and ".join(pool.describe() for pool in pools))
 
     def wait_for_places(self, timeout_s: float, *, others_come: bool) -> None:
-        """Wait for them; see `PlacementGroup.wait`."""
         assert self._placement is not None, "ask_for_places() comes first"
         self._placement.wait(timeout_s, others_come=others_come)
 
@@ -239,7 +237,6 @@ class LearnerGroup:
 
     @property
     def num_restarts(self) -> int:
-        """Of the learner, in all."""
         return self._restarts.total
 
     @property
@@ -266,7 +263,6 @@ class LearnerGroup:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End all processes at once."""
         for stage in self._stages:
             ray.kill(stage.handle, no_restart=True)
         self._stages, self._calls = [], []

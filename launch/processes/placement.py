@@ -100,7 +100,6 @@ class PlacementGroup:
         )
 
     def reservation(self, number: int) -> Reservation:
-        """Of the worker of this number."""
         bundle = self._bundles[number]
         if self._group is None or not bundle:
             return Reservation(bundle)
@@ -144,7 +143,6 @@ class PlacedProcess(RoleProcess):
 
     @property
     def state(self) -> str:
-        """For people; see `ProcessStatus`."""
         if self.lost:
             return f"lost: {self.lost}"
         return "waiting for resources" if self.handle is None else super().state

@@ -264,7 +264,6 @@ class RayWatch:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """Empty where it is gone."""
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []

@@ -98,7 +98,6 @@ class Restarts:
         self._in_a_row = 0
 
     def count(self) -> None:
-        """It is started again."""
         self.total, self._in_a_row = self.total + 1, self.in_a_row + 1
         self.working_since_s = None
 
@@ -158,7 +157,6 @@ class RoleProcess:
     """Ends when the role's work does; None before the work begins."""
     started_s: float = field(default_factory=time.monotonic)
     pool: str = ""
-    """Of an actor."""
     _where: Any = None
     """The pending call, then the answer: its host and pid."""
     _owed: tuple[Any, float] | None = None
@@ -182,7 +180,6 @@ class RoleProcess:
 
     @property
     def state(self) -> str:
-        """For people; see `ProcessStatus`."""
         running = self.running  # read once: the observer's thread looks as well as the one that polls
         if running is None:
             return "starting"
@@ -209,7 +206,6 @@ class RoleProcess:
         self.restarts.working_since_s = time.monotonic()
 
     def forget(self) -> None:
-        """Its process is gone."""
         self.handle = self.running = self._where = self._owed = None
 
     def _whereabouts(self) -> tuple[str, int]:

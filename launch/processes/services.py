@@ -90,7 +90,6 @@ class _ServiceRole(Role):
         return str(self._service.bind())
 
     def serve(self) -> None:
-        """Serve until `stop`."""
         self._service.serve(self._stop)
 
     def stop(self) -> None:
@@ -158,7 +157,6 @@ class Services(ABC):
         return [call for pair in calls for call in pair if call is not None]
 
     def kill(self) -> None:
-        """End what is left."""
         for process in self.processes:
             if process.handle is not None:  # else it was about to be started again
                 ray.kill(process.handle, no_restart=True)
@@ -277,7 +275,6 @@ class BufferServices(Services):
                     ) from None
 
     def close(self) -> None:
-        """Close the client."""
         if self._client is not None:
             self._client.close()
             self._client = None

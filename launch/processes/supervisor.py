@@ -104,7 +104,6 @@ class Supervisor:
         results(calls, "to be ready", deadline, look)
 
     def begin(self) -> None:
-        """Begin to learn and to generate."""
         self.learner.begin()
         self.actors.begin()
 

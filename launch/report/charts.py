@@ -81,7 +81,6 @@ class Guide(NamedTuple):
     """How to read a chart, for who has never seen one: a sentence each."""
 
     good: str
-    """What a good one looks like."""
     otherwise: str
     """What to do where it does not."""
 
@@ -285,7 +284,6 @@ def _queue(runs: Sequence[RunData]) -> Figure:
 
 
 def distributions(runs: Sequence[RunData]) -> list[Figure]:
-    """Lags and lengths."""
     figures = [_hinted(_lags(runs))]
     for run in runs:
         of_run = f" of {run.name}" if len(runs) > 1 else ""

@@ -48,18 +48,15 @@ class Series:
         self._x, self._y = array("d"), array("d")
 
     def add(self, x: float, y: float) -> None:
-        """One more point, with x growing."""
         self._x.append(x)
         self._y.append(y)
 
     def go_back(self, x: float) -> None:
-        """Forget what is not before x."""
         while self._x and self._x[-1] >= x:
             self._x.pop()
             self._y.pop()
 
     def __iter__(self) -> Iterator[Point]:
-        """All points, in order of x."""
         return zip(self._x, self._y, strict=True)
 
     @property
@@ -69,7 +66,6 @@ class Series:
 
     @property
     def total(self) -> float:
-        """Of all points."""
         return math.fsum(self._y)
 
     @property
@@ -100,7 +96,6 @@ class Metrics:
     """What metrics.jsonl says."""
 
     series: dict[str, Series] = field(default_factory=dict)
-    """By metric, over steps."""
     num_steps: int = 0
 
     def take_in(self, row: Mapping[str, Any]) -> None:
@@ -129,7 +124,6 @@ class Metrics:
         return self.series[name].mean if name in self.series else None
 
     def total(self, name: str) -> float:
-        """Over all steps."""
         return self.series[name].total if name in self.series else 0.0
 
     @property
@@ -165,7 +159,6 @@ class RunData:
     timeline: Timeline | None = None
     buffer: BufferData | None = None
     prediction: Prediction | None = None
-    """Of the plan that it followed."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
 
@@ -207,7 +200,6 @@ class RunData:
 
     @property
     def failed_by_reason(self) -> Mapping[str, int]:
-        """As the run told it last."""
         buffer = self.seen.status.buffer if self.seen is not None else None
         return buffer.failed_by_reason if buffer is not None else {}
 

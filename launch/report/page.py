@@ -81,7 +81,6 @@ def _resource(name: str) -> str:
 
 
 def _verdict(run: RunData) -> str:
-    """One sentence for the whole run."""
     num_steps, task = run.num_steps, run.knob("task.name") or run.knob("task.path") or "a task"
     algorithm = str(run.knob("algorithm.type") or "").replace("_", " ")
     model = Path(str(run.knob("model.path") or run.knob("model.hub") or "a model")).name
@@ -95,7 +94,6 @@ def _verdict(run: RunData) -> str:
 
 
 def _clock(seconds: object) -> str:
-    """Wall clock, UTC."""
     if not isinstance(seconds, int | float) or not 0 <= seconds < 2**40:
         return DASH
     return time.strftime("%H:%M:%S", time.gmtime(seconds))
@@ -176,7 +174,6 @@ def _lag(status: RunStatus | None) -> Tile:
 
 
 def _failed(run: RunData) -> list[Tile]:
-    """Nothing where no sample failed."""
     if not run.num_failed:
         return []
     issued = (run.ledger or {}).get("issued", 0)
@@ -390,7 +387,6 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def sections(run: RunData) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The config, section by section."""
     for section, values in run.config.items():
         if isinstance(values, Mapping) and values:
             yield section, list(flat(values, f"{section}." if section == "pools" else ""))

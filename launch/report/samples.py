@@ -42,7 +42,6 @@ class ShownSample:
     """One sample, for people."""
 
     kind: str
-    """Why it is shown."""
     group_id: int
     sample_index: int
     record_id: int
@@ -52,24 +51,20 @@ class ShownSample:
     lag: int | None
     """Versions between its oldest token and its last use; None where it was not trained."""
     step: int | None
-    """That used it last."""
     prompt: str | None
     """None where the run has no tokenizer."""
     completion: str | None
 
     @property
     def num_tokens(self) -> int:
-        """Of the completion."""
         return len(self.row["logprobs"])
 
     @property
     def mean_logprob(self) -> float | None:
-        """Of a token."""
         return fmean(self.row["logprobs"]) if self.row["logprobs"] else None
 
     @property
     def versions(self) -> list[str]:
-        """That sampled it, in order."""
         return list(dict.fromkeys(str(PolicyVersion(s["incarnation"], s["version"])) for s in self.row["spans"]))
 
 
@@ -88,7 +83,6 @@ class BufferData:
     lags: Counter[int] = field(default_factory=Counter)
     """Trained tokens of each lag, in the groups that were read for it."""
     num_lag_samples: int = 0
-    """Trajectories behind `lags`."""
     trajectories: list[ShownSample] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 

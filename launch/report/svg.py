@@ -46,7 +46,6 @@ class Figure(NamedTuple):
     unit: str
     drawing: Markup
     legend: Sequence[tuple[str, str]] = ()
-    """Class and name of each curve."""
     note: str = ""
     hint: str = ""
     """What a good one looks like, and what to do where it does not."""
@@ -96,20 +95,17 @@ class Axis(NamedTuple):
     low: float
     high: float
     start: float
-    """Pixel of `low`."""
     end: float
     is_log: bool = False
     ticks: Sequence[float] = ()
 
     def place(self, value: float) -> float:
-        """The pixel."""
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log10(low), math.log10(high), math.log10(max(value, low))
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
     def __str__(self) -> str:
-        """For page.js."""
         kind = "log" if self.is_log else "linear"
         return f"{self.low:.6g} {self.high:.6g} {self.start:g} {self.end:g} {kind}"
 

@@ -20,13 +20,9 @@ from launch.report.svg import Point, axis, short, tag
 NUM_BINS = 560
 """Of the whole run; a bin is two pixels wide."""
 STEPS_SHOWN = 10
-"""In the window, about."""
 MAX_SPANS = 1500
-"""In the window, of one lane."""
 MAX_ACTORS = 16
-"""That have a lane."""
 LEFT, RIGHT, TOP = 76, 76 + 2 * NUM_BINS, 8
-"""Edges of the lanes."""
 LANE, MARK, QUEUE = 22, 17, 40
 """Heights: of a lane, of what is drawn on it, and of the queue."""
 LEVELS = 6
@@ -48,7 +44,6 @@ class ActorSums:
     pause_s: float = 0.0
     """In which it paused for weights, likewise."""
     tokens_in_training: float = 0.0
-    """Of `num_tokens`."""
 
 
 class Timeline:
@@ -110,7 +105,6 @@ class Timeline:
 
     @property
     def training_s(self) -> float:
-        """Length of `training`."""
         return total(self.training)
 
     def share(self, what: Literal["busy_s", "pause_s"]) -> float | None:
@@ -160,7 +154,6 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def _number_of(name: str) -> tuple[int, str]:
-    """Sorts actor-2 before actor-10."""
     tail = name.rpartition("-")[2]
     return int(tail) if tail.isdigit() else -1, name
 
