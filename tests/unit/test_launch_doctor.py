@@ -37,7 +37,8 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The doctor without the import of vLLM, which takes ten seconds."""
+    """The doctor without the imports of vLLM, Ray and others, which take ten seconds."""
+    monkeypatch.setattr("launch.doctor.checkup.LIBRARIES", ("lmdb",))
     monkeypatch.setattr("launch.doctor.checkup.check_import", lambda: ok("import vllm", "left out"))
 
 
