@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +96,12 @@ class DaemonThreads:
         """Make room for another before the caller hears of this one."""
         with self._lock:
             self._num_running -= 1
+
+
+def address_of(host: str, limit_s: float = 10.0) -> str:
+    """Return the numeric address of a host; OSError or UnicodeError if its name is not known, or not in time."""
+    host = "0.0.0.0" if host == "*" else host.strip("[]")
+    return str(DaemonThreads("resolve", 1).submit(socket.getaddrinfo, host, None).result(limit_s)[0][4][0])
 
 
 def threads_of(cpus: float) -> int:

@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from common.process import group_figures
-from common.rpc.auth import address_of
+from common.process import address_of, group_figures
 from launch.errors import ConfigError, hiding_module
 
 OBJECT_STORE_BYTES = 80 * 2**20

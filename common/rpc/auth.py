@@ -24,8 +24,6 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from common.process import DaemonThreads
-
 log = logging.getLogger(__name__)
 
 COMPLAIN_EVERY_S = 60.0
@@ -129,12 +127,6 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
-
-
-def address_of(host: str, limit_s: float = 10.0) -> str:
-    """Return the numeric address of a host; OSError or UnicodeError if its name is not known, or not in time."""
-    host = "0.0.0.0" if host == "*" else host.strip("[]")
-    return str(DaemonThreads("resolve", 1).submit(socket.getaddrinfo, host, None).result(limit_s)[0][4][0])
 
 
 class Doorkeeper:

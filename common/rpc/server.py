@@ -23,7 +23,8 @@ import xxhash
 import zmq
 
 from common.files import write_durably
-from common.rpc.auth import LOOPBACK, Doorkeeper, ServiceKeys, address_of
+from common.process import address_of
+from common.rpc.auth import LOOPBACK, Doorkeeper, ServiceKeys
 from common.rpc.messages import DAMAGED, Asker, Message, Protocol, Refused, checksum
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from common.rpc import auth
-from common.rpc.auth import address_of
+from common.process import address_of
 from launch.host import answers, cannot_bind
 from tests.weights_by_hand import Machine, publish, v
 from weight_sync.config import WeightSyncConfig
@@ -37,7 +36,7 @@ def test_a_name_that_no_server_answers_for_is_given_up(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(30))
     with pytest.raises(TimeoutError):
         address_of("slow.example", limit_s=0.01)
-    monkeypatch.setattr(auth.address_of, "__defaults__", (0.01,))
+    monkeypatch.setattr(address_of, "__defaults__", (0.01,))
     assert cannot_bind("slow.example", 0) == "its name is not looked up in time"
     assert not answers("slow.example:6379", 0.01)
     end.set()
