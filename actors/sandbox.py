@@ -204,7 +204,7 @@ def _mount_read_only() -> None:
 _START = "import builtins, sys; exec(sys.argv.pop(), {'__builtins__': dict(vars(builtins))})"
 """Gives `_TEST` builtins that the program does not change."""
 _TEST = """
-import base64, builtins, json, marshal, os, sys, types
+import builtins, json, os, sys, types
 from contextlib import suppress
 task, dumps, report = json.load(sys.stdin), json.dumps, open(os.dup(1), "w")
 for number in 0, 1:
@@ -275,7 +275,7 @@ def run_test():
     names.update(leeway_ran=ran, leeway_honest=honest, globals=lambda: {**space, **test})
     test.update(__builtins__=names, __file__="test.py")
     restore()
-    exec(marshal.loads(base64.b64decode(task["test"])), test)
+    exec(compile(task["test"], "test.py", "exec"), test)
     for name, one in list(test.items()):
         restore()
         unittest = sys.modules.get("unittest")
@@ -308,7 +308,7 @@ report.write(task["word"] + dumps([why, result], default=lambda value: value.tol
 """
 """Runs a test after a program, and reports with the word that it was told, at the end alone: a program that exits early
 has not passed. The test has names and builtins of its own, and calls `leeway_ran` for each assertion, as
-`actors.tasks.code` compiles it. Of a call the result is reported: what is wanted is not known here."""
+`actors.tasks.code` rewrites it. Of a call the result is reported: what is wanted is not known here."""
 
 
 def _results(job: dict[str, Any], folder: str) -> list[bool | list[str]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import base64
 import contextlib
 import json
 import logging
-import marshal
 import operator
 import os
 import re
@@ -231,12 +229,12 @@ def _joined(value: Any) -> str:  # noqa: ANN401 -- any JSON
 
 @lru_cache(64)
 def _recorded(text: str) -> _Test | NoScore:
-    """Compile the test so that it reports which of its assertions are executed."""
+    """Rewrite the test so that it reports which of its assertions are executed."""
     recorder = _Recorder()
     try:
         with warnings.catch_warnings(action="ignore"):
             recorder.visit(tree := ast.parse(text))
-            code = compile(ast.fix_missing_locations(tree), "test.py", "exec", dont_inherit=True, optimize=0)
+            compile(recorded := ast.unparse(ast.fix_missing_locations(tree)), "test.py", "exec", dont_inherit=True)
         missing = [name for name in recorder.imports if find_spec(name.partition(".")[0]) is None]
     except _NO_CODE as error:
         return NoScore(_UNKNOWN, f"{error}: {text[:200]!r}")
@@ -244,8 +242,7 @@ def _recorded(text: str) -> _Test | NoScore:
         return NoScore("the row's tests import what is not installed here", missing[0])
     if not recorder.can_assert:
         return NoScore("the row's tests execute no assertion", repr(text[:200]))
-    encoded = base64.b64encode(marshal.dumps(code)).decode()
-    return {"test": encoded, "imports": sorted(recorder.imports), "names": sorted(recorder.names)}
+    return {"test": recorded, "imports": sorted(recorder.imports), "names": sorted(recorder.names)}
 
 
 class _Recorder(ast.NodeTransformer):

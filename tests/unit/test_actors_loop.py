@@ -423,10 +423,10 @@ async def test_an_actor_says_that_it_evaluates_and_which_reward_it_waits_for_and
     evaluation = asyncio.create_task(actor.evaluate(EvalRequest(num_problems=2)))
     assert await asyncio.to_thread(entered.wait, 60)
     said = actor.report()
-    assert (said.waiting, said.waiting_s) == ("evaluating policy 0.0", 0.0)
+    assert (said.waiting, said.waiting_s) == ("evaluating policy 0", 0.0)
     clock.now_s += 12.0
     said = actor.report()
-    assert (said.waiting, said.waiting_s) == ("evaluating policy 0.0, which waits for reward half", 12.0)
+    assert (said.waiting, said.waiting_s) == ("evaluating policy 0, which waits for reward half", 12.0)
     released.set()
     await evaluation
     released.clear()

@@ -157,7 +157,7 @@ def test_any_name_is_a_name_and_the_runs_own_config_names_the_same_folders(write
     (tmp_path / "code").symlink_to(STUDENT)
     path = write((f'code = "{STUDENT}"', '"a.b/c d" = "code"'), rows=odd)
     config = plan(path).config
-    assert config.model.teachers == {"math": str(STUDENT), "a.b/c d": str(STUDENT)}
+    assert config.model.teachers == {"math": str(STUDENT), "a.b/c d": str(tmp_path / "code")}
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "config.toml").write_text(to_toml(config))
     assert load_config(tmp_path / "elsewhere" / "config.toml") == config
