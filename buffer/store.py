@@ -354,7 +354,7 @@ def is_served(folder: Path) -> bool:
         return False
     try:
         return not try_lock(lock, shared=True)
-    except NoLocks:  # nobody can own one there
+    except NoLocks:  # no process can own one there
         return False
     finally:
         os.close(lock)

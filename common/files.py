@@ -134,7 +134,7 @@ def mapped(path: Path) -> memoryview:
 
 
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
-    """Lock a file or folder until it is closed, or this process ends; False where others hold it for so long.
+    """Lock a file or folder until it is closed, or this process ends; False if others hold it until the limit.
 
     Raises:
         NoLocks: its file system has none.

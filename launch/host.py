@@ -176,7 +176,7 @@ def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def low_limits(num_workers: int = 2) -> str:
-    """Return which limit a run of so many engines and stages would exceed at its start, and the remedy; else ""."""
+    """Return the limit that a run with this number of engines and stages would exceed, and the fix; else ""."""
     largest, most = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC))
     if 0 <= largest < OBJECT_STORE_BYTES:
         what = f"a file may have {largest:,} bytes (ulimit -f), and Ray's object store has {OBJECT_STORE_BYTES:,}"

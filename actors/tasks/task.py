@@ -116,7 +116,7 @@ class TaskFacts:
     teacher_of_prompt: bytes = b""
     """Of each training prompt the number of its teacher among those that were asked for; empty where none were."""
     end_of_turn: tuple[int, str, str] | None = None
-    """The token that ends an answer, its text, and what says so: 'chat template', or without one 'tokenizer'."""
+    """The token that ends an answer, its text, and its source: 'chat template' or, without one, 'tokenizer'."""
     answer_start: str = ""
     """What prompts have of the answer, before the completion."""
     column_digests: Mapping[str, str] = field(default_factory=dict)
@@ -306,7 +306,7 @@ def digest_of(text: str) -> int:
 
 
 def hashed_text(row: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return the text of some columns of a row; of a single one it is that text itself."""
+    """Return the text of some columns of a row; that of a single column is unchanged."""
     values = (row.get(name, "") for name in names)
     return "\0".join(value if isinstance(value, str) else _to_json(value) for value in values)
 

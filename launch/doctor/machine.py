@@ -139,7 +139,7 @@ def _fork(name: str, check: Check) -> tuple[int, int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         try:
             found = check()
-        except Exception as error:  # a check that is at a loss says so
+        except Exception as error:  # a check that fails is a result too
             text = str(error).splitlines()[0] if str(error) else "no reason given"
             found = problem(name, f"could not be looked at: {type(error).__name__}: {text}", "see to that first")
         with os.fdopen(writing, "w") as out:

@@ -433,7 +433,7 @@ class Observer:
         status = copy.copy(self.status)  # a screen may show it while the next poll is taken in
         try:
             write_status(self._path, status)
-        except OSError as error:  # nobody can look in from outside then, and training goes on
+        except OSError as error:  # views from outside are blind then; training continues
             self._complain(f"{self._path} cannot be written", error)
         self._on_news(status, self._last_row)
         return status
