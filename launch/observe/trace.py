@@ -26,7 +26,6 @@ import msgspec
 from actors.report import ActorReport
 from common.files import private_file
 from common.process import wall_time
-from common.staleness import PolicyVersion
 from launch.observe.status import PollResult
 from launch.observe.totals import Fresh
 from launch.text import printable
@@ -234,7 +233,8 @@ class Trace:
             self._add(self._span(report.name, "generate", start_s, end_s, args))
             counts = {"num_samples": 0, "num_tokens": 0}
         for update in report.updates:
-            args = {"pool": report.pool, "version": str(PolicyVersion(*update.version))}
+            start, number = update.version
+            args = {"pool": report.pool, "version": number, "start": start}
             args |= {"busy_s": update.pause_s, "load_s": update.load_s}
             self._add(self._span(report.name, "update", update.start_s, update.end_s, args))
 

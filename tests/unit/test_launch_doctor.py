@@ -68,11 +68,11 @@ def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on(monkeypa
         raise RuntimeError("the driver is gone\nmore of it")
 
     started = time.monotonic()
-    found = list(examine([("a", hangs), ("b", raises), ("c", lambda: ok("c", "fine"))], limit_s=1.0))
+    found = list(examine([("a", hangs), ("b", raises), ("c", lambda: ok("c", "fine"))], limit_s=5.0))
     never.set()
     assert time.monotonic() - started < 60
     assert [(finding.name, finding.state) for finding in found] == [("a", late), ("b", "problem"), ("c", "ok")]
-    assert "no answer within 1 s" in found[0].found
+    assert "no answer within 5 s" in found[0].found
     assert found[1].found == "could not be looked at: RuntimeError: the driver is gone"
 
 

@@ -94,7 +94,7 @@ def test_a_pause_that_can_be_told_apart_keeps_spans_apart(tmp_path, clock):
     (update,) = lines(tmp_path / "t", "update")
     assert (update["start_s"], update["end_s"], update["version"], update["load_s"]) == (
         *(START_S + 1, START_S + 1.2),
-        *("3", 0.1),
+        *(3, 0.1),
     )
 
 
