@@ -76,9 +76,9 @@ def test_a_fetch_ends_though_the_service_is_killed_and_nothing_is_fetched_twice(
 def test_the_next_actor_of_a_machine_goes_on_where_a_killed_one_was(folder, service, tmp_path, show):
     total = publish(folder, 0, **SIZE).whole_bytes("float32")
     staging = tmp_path / "staging"
-    with Wire(service.said) as wire, Process("pull", wire.address, staging, v(0), "actor-0") as first:
+    with Wire(service.said) as wire, Process("pull", wire.address, staging, v(0).key, "actor-0") as first:
         wait_until(lambda: wire.sent_bytes > total / 4, "a quarter of the transfer")
-        with Process("pull", wire.address, staging, v(0), "actor-1") as waiting:
+        with Process("pull", wire.address, staging, v(0).key, "actor-1") as waiting:
             wait_until(lambda: wire.sent_bytes > total / 2, "half of the transfer")
             first.kill()
             began = time.monotonic()
@@ -94,11 +94,11 @@ def test_the_next_actor_of_a_machine_goes_on_where_a_killed_one_was(folder, serv
 def test_a_stopped_actor_holds_up_the_others_of_its_machine_for_a_bounded_time(folder, service, tmp_path, show):
     total = publish(folder, 0, **SIZE).whole_bytes("float32")
     staging = tmp_path / "staging"
-    with Wire(service.said) as wire, Process("pull", wire.address, staging, v(0), "actor-0") as stopped:
+    with Wire(service.said) as wire, Process("pull", wire.address, staging, v(0).key, "actor-0") as stopped:
         wait_until(lambda: wire.sent_bytes > total / 2, "half of the transfer")
         stopped.send(signal.SIGSTOP)
         began = time.monotonic()
-        with Process("pull", wire.address, staging, v(0), "actor-1") as waiting:
+        with Process("pull", wire.address, staging, v(0).key, "actor-1") as waiting:
             assert waiting.wait(60) == 0
         took_s = time.monotonic() - began
         stopped.send(signal.SIGCONT)

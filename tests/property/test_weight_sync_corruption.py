@@ -62,7 +62,7 @@ def test_a_changed_byte_never_becomes_a_changed_weight(
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         lay_out(folder, published())
-        spoil(folder / str(VERSION) / name, position, value, cut=cut)
+        spoil(folder / VERSION.key / name, position, value, cut=cut)
         try:
             pulled = pull(folder, VERSION, dtype)
         except WeightsCorrupt:
@@ -86,7 +86,7 @@ def test_a_changed_delta_or_parent_gives_the_published_file_or_none(
         lay_out(folder, published())
         file = file_name(0, dtype)
         entries = WeightStore(folder).manifest(VERSION).variant(dtype)
-        parent, delta = folder / str(PARENT) / file, folder / str(VERSION) / delta_name(file)
+        parent, delta = folder / PARENT.key / file, folder / VERSION.key / delta_name(file)
         spoil(parent if in_parent else delta, position, value, cut=cut)
         try:
             rebuild_file(entries, delta, parent, folder / "out")
@@ -94,4 +94,4 @@ def test_a_changed_delta_or_parent_gives_the_published_file_or_none(
             assert str(parent) in str(error)  # noqa: PT017 -- either outcome is right
             assert list(folder.glob("*out*")) == []
             return
-        assert (folder / "out").read_bytes() == published()[f"{VERSION}/{file}"]
+        assert (folder / "out").read_bytes() == published()[f"{VERSION.key}/{file}"]
