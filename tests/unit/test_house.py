@@ -8,10 +8,10 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 182,
-    "lines": 51_225,
-    "longest file": 477,
+    "lines": 51_175,
+    "longest file": 476,
     "longest function": 57,
-    "modules imported by exactly one other": 38,
+    "modules imported by exactly one other": 35,
     "import cycles": 0,
     "class names with two meanings": 0,
     "config keys": 159,
