@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import inspect
 import io
@@ -36,7 +35,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from actors.config import OFFLINE_ENV
-from actors.sandbox import HINT, cut_network, die_with_parent
+from actors.sandbox import HINT, adopt_orphans, cut_network, die_with_parent
 from actors.tasks import Problem, RewardFunction, TaskError, load_reward
 from actors.tasks.config import Classifier, Judge, TaskConfig
 from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
@@ -285,7 +284,7 @@ def _stay_behind(channel: int) -> None:
     """Return in a child. This process guards it: once either end of the channel is gone it ends all that there is."""
     this = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become its children
+    adopt_orphans()
     if not (child := os.fork()):
         die_with_parent()
         os.setpgid(0, 0)  # what it sends to its group is not for the guardian

@@ -361,7 +361,7 @@ def read_plan(path: Path) -> tuple[list[str], Prediction]:
     """The keys of a plan as overrides, and what was predicted of it.
 
     Raises:
-        ConfigError: it is not there, or is no plan.
+        ConfigError: it is not there, or is not a plan.
     """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -371,7 +371,7 @@ def read_plan(path: Path) -> tuple[list[str], Prediction]:
         prediction = msgspec.convert({**told, "profile": None}, Prediction)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, no TOML, or another TOML
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--plan {path} is no plan ({why}): give a file that `leeway plan` wrote") from None
+        raise ConfigError(f"--plan {path} is not a plan ({why}): give a file that `leeway plan` wrote") from None
     return as_overrides(dict(_flat(tree))), prediction
 
 

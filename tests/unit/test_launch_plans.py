@@ -325,7 +325,7 @@ def test_bad_input_is_a_sentence_each_and_exit_status_2(tmp_path, capsys):
     (tmp_path / "hosts.txt").write_bytes(b"\xff\xfe")
     assert "is not UTF-8" in refused(capsys, "--profile", path, "--hosts", tmp_path / "hosts.txt")
     assert main(["train", str(DEMO), "--plan", str(tmp_path / "hosts.txt"), "--dry-run"]) == 2
-    assert "is no plan ('utf-8' codec" in capsys.readouterr().err
+    assert "is not a plan ('utf-8' codec" in capsys.readouterr().err
     other.write_text("{}")
     assert "is no profile" in refused(capsys, "--profile", other)
     for key, there, here in (
@@ -430,11 +430,11 @@ def test_a_profile_is_read_as_it_was_written_and_one_of_another_machine_is_marke
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = [", "is no plan"),
-        ("[actors]\nnum_actors = 1\n", r"is no plan \(it has no section \[plan\]\): give a file that `leeway plan`"),
-        ("plan = 3\n", "is no plan"),
-        ("[plan]\nx = 1\n", "is no plan"),
-        ('{"a": 1}', "is no plan"),
+        ("x = [", "is not a plan"),
+        ("[actors]\nnum_actors = 1\n", r"is not a plan \(it has no section \[plan\]\): give a file that `leeway plan`"),
+        ("plan = 3\n", "is not a plan"),
+        ("[plan]\nx = 1\n", "is not a plan"),
+        ('{"a": 1}', "is not a plan"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, message):

@@ -99,7 +99,7 @@ def test_a_checkpoint_has_the_reports_of_which_nobody_has_said_that_they_are_wri
         return [each["step"] for each in saved.save.call_args.args[1].unwritten]
 
     assert steps_in_checkpoint_after(1) == [1]
-    assert steps_in_checkpoint_after(2) == [1, 2], "nobody has asked"
+    assert steps_in_checkpoint_after(2) == [1, 2], "no poll has come yet"
     assert [each["step"] for each in stage.poll()] == [1, 2]
     assert steps_in_checkpoint_after(3) == [1, 2, 3], "who asked may be killed before they are written"
     assert [each["step"] for each in stage.poll()] == [3]
