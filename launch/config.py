@@ -7,7 +7,6 @@ line, and those of what a run writes, are relative to the current directory.
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
 from common.user_input import did_you_mean, is_reference
 from launch.errors import ConfigError
+from launch.host import current_folder
 from launch.mistakes import explain, shortened
 from learner.config import LearnerConfig
 from weight_sync.config import WeightSyncConfig
@@ -303,7 +303,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         for part in reversed(key.split(".")):
             patch = {part: patch}
         _check_values(patch, "--")
-        _resolve_paths(patch, _here(), "--")
+        _resolve_paths(patch, current_folder(), "--")
         _merge(tree, patch, origin=f"--{key}")
     try:
         return Config.model_validate(tree)
@@ -429,7 +429,7 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                 if is_reference(value):
                     table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
-                table[key] = _absolute(value, _here() if dotted in WRITTEN_KEYS else base)
+                table[key] = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
 
@@ -449,14 +449,8 @@ def _resolve_reward(entry: object, base: Path) -> object:
     return f"{_absolute(file, base)}:{function}"
 
 
-def _here() -> Path:
-    """Return the current folder, as the shell was told to go there."""
-    named = Path(os.environ.get("PWD", "."))
-    return named if named.is_absolute() and named.is_dir() and named.samefile(".") else Path.cwd()
-
-
 def _absolute(path: str, base: Path) -> str:
     """Return the path as it was written: on another host a link in it may lead elsewhere."""
-    found = _here() / base / Path(path).expanduser()
+    found = current_folder() / base / Path(path).expanduser()
     found.resolve()  # raises if there can be no such place
     return str(found)

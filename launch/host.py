@@ -195,6 +195,12 @@ def low_limits(num_workers: int = 2) -> str:
     return f"{what}: raise it, or end other programs of this user"
 
 
+def current_folder() -> Path:
+    """Return the current folder, as the shell was told to go there."""
+    named = Path(os.environ.get("PWD", "."))
+    return named if named.is_absolute() and named.is_dir() and named.samefile(".") else Path.cwd()
+
+
 def nearest_existing(folder: Path) -> Path:
     """Return the folder, or the first of its parents that is there."""
     found = folder.absolute()

@@ -18,6 +18,7 @@ from common.files import try_lock
 from common.hf_folder import CONFIG_NAME, ModelFacts, ModelFolderError, check_model_folder
 from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError, as_config_error
+from launch.pools import actor_pools
 from launch.run_folder import RunFolder
 from learner.checkpoint_meta import DamagedCheckpoint, steps_in
 from learner.decoders import FAMILIES, check_served, unread_keys
@@ -186,6 +187,12 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
         yield STARTED_NOTE.format(task.answer_start)
     if model is None:
         return
+    told = {name for pool in actor_pools(config) for name in pool.config.engine_args.get("hf_overrides", ())}
+    if overridden := sorted(told - {"head_dtype"}):
+        yield (
+            f"actors.engine_args.hf_overrides sets {', '.join(overridden)} for the engine alone: if that changes "
+            f"what the model computes, set it in the model's {CONFIG_NAME}, which the learner reads too"
+        )
     if model.unread_keys:
         yield (
             f"the model's {CONFIG_NAME} sets {', '.join(model.unread_keys)}, which the learner does not read: if the "

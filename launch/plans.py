@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from actors.tasks.config import FileTask, TaskConfig
 from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
 from common.process import memory_left, usable_cpus
 from common.staleness import StalenessContract
@@ -40,6 +42,10 @@ ENGINE_BYTES = int(1.3 * GIB)
 STAGE_BYTES = int(0.5 * GIB)
 """A stage without a model: torch and Transformers loaded."""
 REST_BYTES = int(1.1 * GIB)
+PROMPT_BYTES = 4
+"""Per byte of a file of prompts, in each process that loads it: as if a token were a character."""
+LARGE_BYTES = GIB // 4
+"""Of prompts in a process; fewer are not worth a mention."""
 _SURE_SHARE = 0.8
 """Of the memory that is foretold; the demo took more."""
 TRAINED_BYTES = 16
@@ -176,6 +182,7 @@ class MachineNeeds:
             f"{sum(pool.count for pool, _ in engines)} engines": on_cpu + ENGINE_BYTES * sum(num for _, num in engines),
             f"{num_stages} stages": stages,
             **_of_scorers(config, num_served),
+            **_of_prompts(config.task, sum(pool.count for pool, _ in engines)),
             "the rest": REST_BYTES,
         }
         staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
@@ -239,6 +246,13 @@ def _of_scorers(config: Config, num_served: int) -> dict[str, int]:
     on_cpu = REFERENCE_BYTES * _num_frozen(config, num_served)
     held = sum(pool.count * (STAGE_BYTES + (0 if pool.bundle.get("GPU") else on_cpu)) for pool in pools)
     return {f"{sum(pool.count for pool in pools)} scorers": held}
+
+
+def _of_prompts(task: TaskConfig, num_actors: int) -> dict[str, int]:
+    """Return the bytes that this command and all actors hold of a large file of prompts; nothing for a small one."""
+    files = [task.path, task.heldout_path] if isinstance(task, FileTask) else []
+    size_bytes = PROMPT_BYTES * sum(os.path.getsize(file) for file in files if file and os.path.exists(file))
+    return {"prompts": (1 + num_actors) * size_bytes} if size_bytes > LARGE_BYTES else {}
 
 
 def _queues_bytes(config: Config) -> int:

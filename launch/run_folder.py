@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.files import NoLocks, try_lock, write_durably
 from launch.errors import ConfigError
-from launch.host import nearest_existing
+from launch.host import current_folder, nearest_existing
 
 if TYPE_CHECKING:
     from launch.config import Config
@@ -70,7 +70,7 @@ class RunFolder:
     """`runs/NAME/` and its parts."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+        self.root = root.resolve() if ".." in root.parts else root.absolute()  # on another host a link may differ
         self.config = self.root / "config.toml"
         self.identity = self.root / "run.json"
         self.claim = self.root / "run.lock"
@@ -247,9 +247,11 @@ def choose_root(config: Config, config_path: Path) -> Path:
     if "/" in name or name in ("", ".", "..") or len(os.fsencode(name)) > _NAME_BYTES:
         raise ConfigError(f"run.name = '{name}' is not a folder name; use run.dir for the place")
     try:
-        return (Path(config.run.dir).expanduser() / name).resolve()
+        root = current_folder() / Path(config.run.dir).expanduser() / name
+        root.resolve()  # raises if there can be no such place
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"run.dir = '{config.run.dir}': no such place: {error}") from None
+    return root
 
 
 def check_weights_folder(folder: Path) -> None:

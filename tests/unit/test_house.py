@@ -8,7 +8,7 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 182,
-    "lines": 51_175,
+    "lines": 51_195,
     "longest file": 476,
     "longest function": 57,
     "modules imported by exactly one other": 35,

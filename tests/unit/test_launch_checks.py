@@ -325,6 +325,14 @@ def test_a_tokenizer_whose_end_of_sequence_is_not_the_models_is_told_of(capsys, 
     assert "note " not in capsys.readouterr().out
 
 
+def test_what_the_engine_alone_overrides_of_a_model_is_told(tmp_path):
+    told = "--actors.engine_args.hf_overrides={rope_theta = 1e6, head_dtype = 'model'}"
+    notes = check(load_config(DEMO, [told]), tmp_path / "run").notes
+    assert [note for note in notes if "hf_overrides sets rope_theta for the engine alone" in note]
+    same = load_config(DEMO, ["--actors.engine_args.hf_overrides={head_dtype = 'model'}"])
+    assert not check(same, tmp_path / "run").notes
+
+
 IDLE_KEYS = {
     "buffer.on_policy_share": "0.3",
     "buffer.replay_sampler": "prioritised",

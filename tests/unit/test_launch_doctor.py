@@ -297,6 +297,16 @@ def test_what_the_demo_needs_is_of_the_right_order():
     assert "2 scorers 1.0 GiB" in scored.memory.parts
 
 
+def test_the_memory_of_a_large_file_of_prompts_is_counted_in_every_process_that_loads_it(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.touch()
+    os.truncate(file, 2**30)
+    told = ["--task.path", str(file), "--actors.num_actors", "3"]
+    found = MachineNeeds.of(load_config(ROOT / "examples" / "file.toml", told)).memory
+    assert "prompts 16.0 GiB" in found.parts
+    assert "prompts" not in MachineNeeds.of(load_config(ROOT / "examples" / "file.toml")).memory.parts
+
+
 @pytest.fixture
 def smollm2(tmp_path):
     """A model as large as SmolLM2-135M, whose head is its embedding; its weights are a hole in the file."""

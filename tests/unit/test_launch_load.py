@@ -7,6 +7,7 @@ import pytest
 
 from launch.config import load_config, to_toml
 from launch.errors import ConfigError
+from launch.run_folder import RunFolder, choose_root
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = """
@@ -57,6 +58,8 @@ def test_a_path_stays_as_it_was_written_where_it_leads_through_a_link(minimal, t
     monkeypatch.setenv("PWD", str(tmp_path))
     assert load_config(Path("run.toml")).model.path == f"{data.resolve()}/models/first", "PWD is of another folder"
     assert str(config.model.path) in to_toml(config)
+    config = load_config(minimal, ["--run.dir", f"{data}/runs", "--run.name", "first"])
+    assert str(RunFolder(choose_root(config, minimal)).root) == f"{data}/runs/first"
 
 
 def test_overrides_are_toml_values_or_plain_text(minimal):
