@@ -251,7 +251,7 @@ def wait_for_the_dead(
     deadline = time.monotonic() + limit_s
     has_told = False
     while True:
-        alive = [found for found in role_processes() if found.run == folder.root]
+        alive = [found for found in role_processes() if found.run == folder.root.resolve()]
         served = any(is_served(store) for store in store_folders(folder.buffer))
         if not alive and not served:
             return

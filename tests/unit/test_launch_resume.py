@@ -345,8 +345,11 @@ def test_the_claim_of_a_killed_command_is_gone_with_it(folder):
 
 
 @pytest.mark.parametrize("role", ["stage", "scorer", "ranker"])
-def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(folder, role):
+def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(folder, role, tmp_path):
+    """Also if the folder is reached through a link."""
     said: list[str] = []
+    (tmp_path / "link").symlink_to(folder.root)
+    folder = RunFolder(tmp_path / "link")
     with folder.log(role, 1).open("wb") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
         with pytest.raises(ConfigError) as error:
             wait_for_the_dead(folder, said.append, limit_s=0.3, pause_s=0.1)
