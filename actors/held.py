@@ -21,7 +21,6 @@ from actors.tasks import Problem
 from buffer.client import BufferClient, Granted
 from buffer.protocol import Lease
 from buffer.schema import Prefix, Trajectory
-from buffer.sharding.client import ShardedClient
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Goodbye(NamedTuple):
 class HandingOn:
     """Of one actor."""
 
-    def __init__(self, name: str, maker: SampleMaker, client: BufferClient | ShardedClient) -> None:
+    def __init__(self, name: str, maker: SampleMaker, client: BufferClient) -> None:
         """Let go of what `maker` makes, by telling the buffer."""
         self._name, self._maker, self._client = name, maker, client
         self._asked: Future[Granted] | None = None

@@ -32,7 +32,6 @@ from actors.weights import ActorError, WeightFollower
 from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
 from buffer.schema import HANDED_ON, Prefix, Trajectory
-from buffer.sharding.client import ShardedClient, open_client
 from common.process import DaemonThreads, wall_time
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
@@ -63,7 +62,7 @@ class Parts:
     scorer: Scorer
     engine: Engine
     puller: Puller
-    client: BufferClient | ShardedClient
+    client: BufferClient
 
 
 async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
@@ -99,8 +98,14 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
             )
         )
         undo.push_async_callback(threads.run, puller.close)
-        addresses, section = context.buffer_addresses, config.buffer
-        client = open_client(addresses, run_id=facts.run_id, role="actor", name=name, config=section, keys=context.keys)
+        client = BufferClient(
+            context.buffer_address,
+            run_id=facts.run_id,
+            role="actor",
+            name=name,
+            config=config.buffer,
+            keys=context.keys,
+        )
         undo.push_async_callback(threads.run, client.close)
         served = await threads.run(prepare_serving_model, context.model_path, context.folder / "serving_models")
         engine = await Engine.start(served, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number)

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from scipy.sparse import csr_matrix
 from sklearn.linear_model import Ridge
 
 from actors.config import ActorSections
 from actors.tasks import Problem, load_encoded
+from buffer.client import BufferClient
 from buffer.schema import VISITS, read_stream
-from buffer.sharding.client import open_client
 from common.run import RunContext
 
 _log = logging.getLogger(__name__)
@@ -118,8 +117,8 @@ class Ranker:
         config = context.config
         task, _ = load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens, all_columns=True)
         self._features = Features(task.train)
-        self._client = open_client(
-            context.buffer_addresses,
+        self._client = BufferClient(
+            context.buffer_address,
             run_id=context.facts.run_id,
             role="ranker",
             name="ranker",
@@ -147,20 +146,19 @@ class Ranker:
     def look(self) -> Expected | None:
         """Fit anew where many more prompts are known, or the buffer has forgotten; what it was told, if so."""
         told = self._client.visits().result()
-        num_known = sum(each.num_seen for each in told)
-        has_forgotten = self._has_told and not all(each.is_expecting for each in told)
-        if not has_forgotten and num_known < max(FEWEST, _MORE * self._num_known):
+        has_forgotten = self._has_told and not told.is_expecting
+        if not has_forgotten and told.num_seen < max(FEWEST, _MORE * self._num_known):
             return None
-        table = pa.Table.from_batches([read_stream(each.body, VISITS) for each in told])
-        known, means, variances = (table.column(name).to_numpy() for name in VISITS.names)
+        batch = read_stream(told.body, VISITS)
+        known, means, variances = (batch.column(name).to_numpy() for name in VISITS.names)
         expected = expect(self._features, known, means.astype(np.float64), variances.astype(np.float64))
-        self._num_known, self._has_told = num_known, expected is not None
+        self._num_known, self._has_told = told.num_seen, expected is not None
         if expected is None:
-            _log.info("what %d prompts are tells nothing of how long their answers are", num_known)
+            _log.info("what %d prompts are tells nothing of how long their answers are", told.num_seen)
             return None
         self._client.expect(*expected).result()
         share = 1.0 - expected.variance / max(1e-9, float(np.var(means)))
-        _log.info("foretold from %d prompts: %.0f%% of how others differ from them", num_known, 100 * share)
+        _log.info("foretold from %d prompts: %.0f%% of how others differ from them", told.num_seen, 100 * share)
         return expected
 
 

@@ -54,7 +54,6 @@ NEED_PEERS = {"torchrl", "redis_aof_always", "transferqueue"}
 """These run in the environment of the peers."""
 SIZED_ALONE = {
     "clients": "scale:measure_clients",
-    "shards": "scale:measure_shards",
     "draw_cost": "scale:measure_draws",
     "memory": "scale:measure_memory",
     "restart": "scale:measure_restart",
@@ -342,11 +341,6 @@ def _scale(result: dict[str, Any]) -> list[str]:
             f"of fairness {clients['jain']:.3f}, the slowest at {clients['slowest_over_mean']:.2f} of the mean; the "
             f"service's anonymous memory went from {clients['service_rss_anon_mib_before']:.0f} to "
             f"{clients['service_rss_anon_mib_after']:.0f} MiB."
-        )
-    if shards := result.get("shards"):
-        lines.append(
-            f"- {shards['num_producers']} producers on the same cores: {shards['push_one_per_s']:,.0f} trajectories/s "
-            f"into one service, {shards['push_two_per_s']:,.0f} into two shards."
         )
     if draws := result.get("draw_cost"):
         costs = ", ".join(

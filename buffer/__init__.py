@@ -5,7 +5,6 @@ Read it from the outside in. Imports point from each part to those below it.
 The processes
     client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories)
     service     BufferService: the one process that owns a store (`upkeep` syncs, watches readers and scrubs)
-    sharding    several services behind one client: all that the rules of one store do not know of
     offline     tools that look at a store, live or over, export, compact or verify it, or fill one
 What is said
     protocol    the control messages (msgspec), one struct per request

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -110,8 +110,6 @@ class BufferClient:
         role: Role,
         name: str,
         config: BufferConfig,
-        shard: int = 0,
-        num_shards: int = 1,
         keys: ClientKeys | None = None,
     ) -> None:
         """Start the client; nothing is sent before `connect`.
@@ -122,13 +120,9 @@ class BufferClient:
             role: what the process is, and so what it may ask.
             name: unique in the run; a new process of the same name fences the old one.
             config: the `[buffer]` section.
-            shard: which shard of the buffer the service is; another one refuses.
-            num_shards: how many shards it has.
             keys: of the run's clients; None where the service takes everybody who reaches its socket.
         """
         self.address = address
-        self.shard = shard
-        self._num_shards = num_shards
         self.name = name
         self._run_id = run_id
         self._config = config
@@ -167,9 +161,21 @@ class BufferClient:
             BufferUnavailable: it said nothing for `give_up_after_s`, or no welcome by the deadline.
             BufferRefused: it serves another run, or speaks another protocol.
         """
-        return await_welcome(self.hello(), [self], self._config, deadline)
+        if deadline is None:
+            limit_s = self._config.give_up_after_s + CONNECT_S
+        else:
+            limit_s = max(0.0, deadline - time.monotonic())
+        try:
+            return self.hello().result(limit_s)
+        except TimeoutError:
+            state = f"says: {why}" if (why := self.put_off_because) else "is silent"
+            raise BufferUnavailable(
+                f"the buffer service did not welcome '{self.name}' within {limit_s:.0f} s: {self.address} {state}"
+            ) from None
 
     def hello(self) -> Future[p.Welcome]:
+        """Say hello without blocking; `connect` bounds the wait."""
+
         def welcomed(answer: Answer) -> p.Welcome:
             welcome = _expect(answer, p.Welcome)
             self._epoch = welcome.epoch
@@ -177,8 +183,7 @@ class BufferClient:
             return welcome
 
         me = self._asker
-        hello = p.Hello(me.role, me.name, me.session, shard=self.shard, num_shards=self._num_shards)
-        return self._then(self._transport.submit(hello), welcomed)
+        return self._then(self._transport.submit(p.Hello(me.role, me.name, me.session)), welcomed)
 
     @property
     def put_off_because(self) -> str:
@@ -285,7 +290,7 @@ class BufferClient:
 
     # --- the learner ------------------------------------------------------------------------------
 
-    def begin_incarnation(self, version: int, step: int, *, at_least: int = 0) -> Future[p.IncarnationReply]:
+    def begin_incarnation(self, version: int, step: int) -> Future[p.IncarnationReply]:
         """Start to learn at `version`, having finished `step` steps; the same client may say it again."""
 
         def begun(answer: Answer) -> p.IncarnationReply:
@@ -293,24 +298,12 @@ class BufferClient:
             self._incarnation = reply.incarnation
             return reply
 
-        request = p.BeginIncarnation(self._asker.session, version, step, at_least)
+        request = p.BeginIncarnation(self._asker.session, version, step)
         return self._then(self._transport.submit(request), begun)
 
-    def offer(self, step: int, version: int, incarnation: int) -> Future[p.PlanReply]:
-        """Ask what the service could give to a step that is divided among several."""
-        return self._ask(p.PlanRequest(step, version, incarnation), p.PlanReply)
-
-    def draw(
-        self,
-        step: int,
-        version: int,
-        incarnation: int,
-        num_groups: int,
-        wait_s: float,
-        plan: Mapping[int, int] | None = None,
-    ) -> Future[Draw]:
-        """Ask for the batch of a step, or for a part of it; answered within `wait_s`, ready or not."""
-        request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {}))
+    def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Future[Draw]:
+        """Ask for the batch of a step; answered within `wait_s`, ready or not."""
+        request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
         return self._ask_with_body(request, p.DrawReply, Draw, wait_s)
 
     def take_unscored(self, max_tokens: int) -> Future[Unscored]:
@@ -334,11 +327,9 @@ class BufferClient:
         asked = [self._ask(p.WriteScores(), p.Done, body) for body in bodies]
         return self._then(Together[p.Done](len(asked)).follow(asked), lambda _: p.Done())
 
-    def step_finished(
-        self, step: int, version: int, skipped: bool = False, *, took_part: bool = True
-    ) -> Future[p.Done]:
+    def step_finished(self, step: int, version: int, skipped: bool = False) -> Future[p.Done]:
         """Say that step `step` (from 1) is done and the learner is now at `version`; see `protocol.StepFinished`."""
-        return self._ask(p.StepFinished(step, version, self._incarnation, skipped, took_part), p.Done)
+        return self._ask(p.StepFinished(step, version, self._incarnation, skipped), p.Done)
 
     def published(self, incarnation: int, version: int) -> Future[p.Done]:
         """Say that these weights can be pulled."""
@@ -350,9 +341,9 @@ class BufferClient:
 
     # --- the ranker -------------------------------------------------------------------------------
 
-    def visits(self) -> Future[list[Visits]]:
-        """Ask what is known of the lengths of answers to prompts that groups were seen of; there is one answer."""
-        return self._then(self._ask_with_body(p.VisitsRequest(), p.VisitsReply, Visits), lambda visits: [visits])
+    def visits(self) -> Future[Visits]:
+        """Ask what is known of the lengths of answers to prompts that groups were seen of."""
+        return self._ask_with_body(p.VisitsRequest(), p.VisitsReply, Visits)
 
     def expect(self, means: npt.NDArray[np.float32], variance: float) -> Future[p.Done]:
         """Say what prompts are like that no group was seen of: of each prompt, by its id, and how far they differ."""
@@ -430,26 +421,6 @@ class BufferClient:
         self._outbox.fail(error)
         for _, future in leases:
             settle(future, error)
-
-
-def await_welcome(
-    hello: Future[p.Welcome], clients: Sequence[BufferClient], config: BufferConfig, deadline: float | None
-) -> p.Welcome:
-    """The answer to a greeting by these clients, which itself fails where their services are silent.
-
-    Raises:
-        BufferUnavailable: there is none by the deadline of `BufferClient.connect`; names the services and why.
-    """
-    limit_s = config.give_up_after_s + CONNECT_S if deadline is None else max(0.0, deadline - time.monotonic())
-    try:
-        return hello.result(limit_s)
-    except TimeoutError:
-        whys = [
-            f"{each.address} {f'says: {why}' if (why := each.put_off_because) else 'is silent'}" for each in clients
-        ]
-        raise BufferUnavailable(
-            f"the buffer service did not welcome '{clients[0].name}' within {limit_s:.0f} s: {'; '.join(whys)}"
-        ) from None
 
 
 def _expect(answer: Answer, kind: type[M]) -> M:

@@ -33,11 +33,6 @@ class BufferConfig(BaseModel):
     port: int = Field(
         default=0, ge=0, le=MAX_PORT, description="TCP port; 0 lets the system choose a free one, where one is needed."
     )
-    shards: PositiveInt = Field(
-        default=1,
-        description="Into how many services the prompts are divided, by their hash. Fixed when a buffer is made; with "
-        "a port given, shard n has port + n.",
-    )
     source: str | None = Field(
         default=None,
         description="Recorded samples, on which alone the run trains: the folder of a run, or a .jsonl or .parquet "
@@ -157,11 +152,6 @@ class BufferConfig(BaseModel):
             )
         if self.groups_per_prompt > 1:
             self._check_groups_per_prompt(chosen, where)
-        if self.port and (last := self.port + self.shards - 1) > MAX_PORT:
-            raise ValueError(
-                f"port = {self.port} with shards = {self.shards} gives the last shard port {last}, and {MAX_PORT} is "
-                "the greatest there is: choose a lower one, or 0 for free ones"
-            )
         if 0 < self.capacity_gib * 1024 < MAX_MESSAGE_MIB:
             raise ValueError(
                 f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "
@@ -211,8 +201,8 @@ class BufferConfig(BaseModel):
             )
         self.check_capacity(group_size, num_outstanding)
 
-    def check_capacity(self, group_size: int, num_groups: int, whose: str = "") -> None:
-        """See that so many groups have room; `whose` says of which shard the capacity is.
+    def check_capacity(self, group_size: int, num_groups: int) -> None:
+        """Check that so many groups have room.
 
         Raises:
             ValueError: they have not.
@@ -220,7 +210,7 @@ class BufferConfig(BaseModel):
         num_samples = num_groups * self.largest_group(group_size)
         if self.capacity_trajectories < num_samples:
             raise ValueError(
-                f"buffer.capacity_trajectories = {self.capacity_trajectories}{whose} is below the {num_samples} "
+                f"buffer.capacity_trajectories = {self.capacity_trajectories} is below the {num_samples} "
                 "samples that may be outstanding at once, those of the step before among them: raise it, or lower "
                 "weight_sync.max_lag, learner.groups_per_step, actors.group_size or buffer.most_samples"
             )

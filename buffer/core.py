@@ -16,11 +16,12 @@ from msgspec.structs import replace
 
 from buffer import protocol as p
 from buffer import schema
+from buffer.config import BufferConfig
 from buffer.draws import Draws
-from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved
+from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError
 from buffer.groups import Groups
 from buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes, faults, known_versions, rows_of
-from buffer.leases import Leases, Share
+from buffer.leases import Leases
 from buffer.nonsense import Quarantine
 from buffer.prompts import Prompts
 from buffer.protocol import HandOn, Lease, LeaseGrant
@@ -29,8 +30,32 @@ from buffer.schema import HANDED_ON
 from buffer.steps import Scoring, Steps
 from buffer.tables import NO_RECORD, DrawRecord, Group, Partial
 from buffer.transaction import Transaction
+from common.run import RunFacts
 
 Answer = tuple[p.Reply, bytes | memoryview]
+
+
+def check_config(config: BufferConfig, facts: RunFacts) -> None:
+    """Check that the `[buffer]` section can serve the run.
+
+    Raises:
+        StoreError: no group could be used within the bound, the capacity is below what may be outstanding, or the
+            sampler contradicts on_stale.
+    """
+    takes_others = config.replays or config.chooses_by_length or config.groups_per_prompt > 1
+    # on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep
+    if facts.staleness.on_stale == "wait" and (config.sampler != "fifo" or takes_others):
+        raise StoreError(
+            "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
+            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}, length_correction = "
+            f"{config.length_correction}, pack_tokens = {config.pack_tokens}, groups_per_prompt = "
+            f"{config.groups_per_prompt}: use sampler = 'fifo', max_uses = 1, no choice by length and "
+            "groups_per_prompt = 1, or on_stale = 'drop'"
+        )
+    try:
+        config.check_capacity(facts.group_size, facts.contract.capacity() + facts.groups_per_step)
+    except ValueError as error:
+        raise StoreError(str(error)) from None
 
 
 class Partials:
@@ -42,8 +67,8 @@ class Partials:
     at a time, so those that rest wait for those of their siblings that the actor still finishes.
     """
 
-    def __init__(self, share: Share, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
-        self._facts, self._may_be_behind = share.facts, share.may_be_behind
+    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
+        self._facts = facts
         self._groups, self._leases, self._quarantine = groups, leases, quarantine
 
     def take(self, tx: Transaction, message: HandOn, batch: pa.RecordBatch) -> None:
@@ -99,7 +124,7 @@ class Partials:
     ) -> None:
         facts, state = self._facts, tx.state
         asked, still_left = set(message.sample_indices), set(left)
-        known = known_versions(state, updates_per_step=facts.updates_per_step, may_be_behind=self._may_be_behind)
+        known = known_versions(state, updates_per_step=facts.updates_per_step)
         bad, as_bytes = faults(batch, facts, known, ends=(HANDED_ON,)), RowBytes(batch)
         for place, row in enumerate(rows_of(batch)):
             of = row.group_id, row.lease_id, row.attempt
@@ -116,22 +141,21 @@ class Partials:
 class BufferCore:
     """The buffer's rules. What leases keep outside of the store, their deadlines above all, may be lost at any time."""
 
-    steps_type, draws_type = Steps, Draws
-    """`buffer.sharding` puts its own in their place."""
-
-    def __init__(self, share: Share, clock: Callable[[], float]) -> None:
-        self.facts = facts = share.facts
-        prompts = Prompts(facts, share.contract, share.prompts, share.config, clock)
-        self.groups = Groups(share.config, facts.group_size, facts.groups_per_step, prompts, num_kept=share.capacity)
-        self.leases = Leases(share, self.groups, clock)
+    def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
+        """Compose the rules; errors are those of `check_config`."""
+        check_config(config, facts)
+        self.facts, contract = facts, facts.contract
+        prompts = Prompts(facts, contract, config, clock)
+        self.groups = Groups(config, facts.group_size, facts.groups_per_step, prompts, num_kept=contract.capacity())
+        self.leases = Leases(config, facts, self.groups, clock)
         self.quarantine = Quarantine(clock)
-        self.ingest = Ingest(share, self.groups, self.leases, self.quarantine)
-        self.partials = Partials(share, self.groups, self.leases, self.quarantine)
+        self.ingest = Ingest(facts, self.groups, self.leases, self.quarantine)
+        self.partials = Partials(facts, self.groups, self.leases, self.quarantine)
         self.scoring = Scoring(facts, self.groups, clock)
-        self.steps = self.steps_type(share.contract, self.groups)
-        self.draws = self.draws_type(share, self.groups, self.leases, self.steps)
+        self.steps = Steps(contract, self.groups)
+        self.draws = Draws(facts, self.groups, self.leases, self.steps)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
-            p.Hello: self._hello,
+            p.Hello: lambda tx, message: p.Welcome(self.leases.hello(tx, message).epoch),
             p.Renew: self.leases.renew,
             p.GiveUp: self.leases.give_up,
             p.BeginIncarnation: self.steps.begin,
@@ -196,9 +220,6 @@ class BufferCore:
         """The reply to a draw that waited long enough, perhaps because no push can be taken in."""
         because = f"pushes wait: {pushes_wait_for}; " if pushes_wait_for else ""
         return p.DrawReply(False, request.step, [], [], because + self.draws.waiting_for(tx, request)), b""
-
-    def _hello(self, tx: Transaction, message: p.Hello) -> p.Welcome:
-        return p.Welcome(self.leases.hello(tx, message).epoch)
 
     def _read(
         self,

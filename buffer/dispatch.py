@@ -73,8 +73,8 @@ FLOOR = 0.1
 _AT_ONCE = 4
 """One prompt in so many is drawn at once, at most: were all of them drawn, none would be preferred."""
 _BY_CHANCE = 3
-"""Tells the chance of prompts from that of most draws, under one seed. NumPy pads seeds with zeros: draws of step 3 in
-shard 0 share it, and the order of epoch n shares that of step n by incarnation 0 there."""
+"""Tells the chance of prompts from that of most draws, under one seed. NumPy pads seeds with zeros: draws of step 3
+share it, and the order of epoch n shares that of step n by incarnation 0 there."""
 _ROUNDING = 1e-9
 """Chances that differ by no more are the same."""
 
@@ -371,15 +371,15 @@ class EpochOrder:
 
     in_order = True
 
-    def __init__(self, own: Ids, seed: int) -> None:
-        self._own, self._seed = own, seed
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        self._num_prompts, self._seed = num_prompts, seed
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
         """As `PromptLaw`; all that are asked for, of several epochs where one does not have them."""
-        size, parts = len(self._own), []
+        size, parts = self._num_prompts, []
         while many:
             epoch, place = divmod(first, size)
-            parts.append(self._own[order_of(self._seed, epoch, size)[place : place + many]])
+            parts.append(order_of(self._seed, epoch, size)[place : place + many])
             first, many = first + len(parts[-1]), many - len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -389,22 +389,22 @@ class ByChance:
 
     in_order = False
 
-    def __init__(self, own: Ids, seed: int, successes: SuccessModel | None = None) -> None:
-        """Of the prompts with these ids: alike, or by what is known of their success, but for the share `FLOOR`."""
-        self._own, self._seed = own, seed
+    def __init__(self, num_prompts: int, seed: int, successes: SuccessModel | None = None) -> None:
+        """Of these prompts: alike, or by what is known of their success, but for the share `FLOOR`."""
+        self._num_prompts, self._seed = num_prompts, seed
         self._successes = successes
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
         random = np.random.default_rng([self._seed & 0xFFFFFFFF, _BY_CHANCE, first])
-        many = min(many, max(1, len(self._own) // _AT_ONCE))
-        drawn: Ids = random.choice(self._own, many, replace=False, p=self.chances(version))
+        many = min(many, max(1, self._num_prompts // _AT_ONCE))
+        drawn: Ids = random.choice(self._num_prompts, many, replace=False, p=self.chances(version))
         return drawn
 
     def chances(self, version: int) -> Floats | None:
         """Of each prompt to be the next; None: all alike."""
         if self._successes is None:
             return None
-        weights = self._successes.weights(self._own, version)
+        weights = self._successes.weights(np.arange(self._num_prompts), version)
         chances: Floats = (1.0 - FLOOR) * weights / weights.sum() + FLOOR / len(weights)
         return chances
 

@@ -1,6 +1,6 @@
 """Which groups train at which step: recorded, so that the same step asked again gets the same groups.
 
-All chance comes from a generator seeded by run, share, step and incarnation: the same store draws the
+All chance comes from a generator seeded by run, step and incarnation: the same store draws the
 same groups, also after a restart. What becomes of recorded draws is in `buffer.steps`.
 """
 
@@ -16,13 +16,13 @@ import numpy as np
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
 from buffer.index import ReadyGroup
-from buffer.ingest import MAX_BEHIND
-from buffer.leases import Leases, Share
+from buffer.leases import Leases
 from buffer.length_model import NUM_BUCKETS, Fidelity, bucket_of
 from buffer.protocol import DrawRequest
 from buffer.steps import Steps
 from buffer.tables import DrawRecord, Group, StoreState
 from buffer.transaction import Transaction
+from common.run import RunFacts
 
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""
@@ -37,9 +37,8 @@ GOOD_ENOUGH = 0.99
 class Draws:
     """Draws by the sampler, and records what it drew."""
 
-    def __init__(self, share: Share, groups: Groups, leases: Leases, steps: Steps) -> None:
-        self._share = share
-        self._facts, self._contract = share.facts, share.contract
+    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, steps: Steps) -> None:
+        self._facts, self._contract = facts, facts.contract
         self._groups = groups
         self._leases = leases
         self._steps = steps
@@ -67,8 +66,7 @@ class Draws:
         self._drop_stale(tx, request.version)
         chosen = self._choose_sound(tx, request)
         self._refuse_what_never_comes(tx, request)
-        # Of a step that is divided, who divided it knows what all of its parts leave behind.
-        if len(chosen) < request.num_groups or (not request.plan and self._held_back_by(tx, chosen, request.version)):
+        if len(chosen) < request.num_groups or self._held_back_by(tx, chosen, request.version):
             return None
         return self._record(tx, request, chosen)
 
@@ -115,7 +113,7 @@ class Draws:
         return text + (f"no new leases: {closed}" if closed else "new leases wait for an actor to ask")
 
     def _check(self, tx: Transaction, request: DrawRequest) -> None:
-        """Refuse what no draw could answer. The number of groups is compared where steps are divided."""
+        """Refuse what no draw could answer."""
         self._steps.check_incarnation(tx.state, request.incarnation)
         resumed = tx.state.incarnations[-1].step
         if request.step <= resumed:
@@ -123,12 +121,16 @@ class Draws:
                 f"step {request.step} was done before this incarnation, which began after step {resumed}; "
                 f"its first step is {resumed + 1} (steps are counted from 1)"
             )
+        if request.num_groups != self._facts.groups_per_step:
+            raise BufferRefused(
+                f"step {request.step} asks for {request.num_groups} groups, but admission counts on "
+                f"{self._facts.groups_per_step} per step: make [learner] groups_per_step agree with the run's facts"
+            )
 
     def _check_version(self, state: StoreState, step: int, version: int) -> None:
         """Refuse a version that the learner cannot be at by the time of the step."""
-        ahead = len(state.pending_draws) + (MAX_BEHIND if self._share.may_be_behind else 0)
         # A late copy of a request may still count on a step that was skipped since.
-        ahead = min(ahead, max(0, step - 1 - state.step))
+        ahead = min(len(state.pending_draws), max(0, step - 1 - state.step))
         if not state.version <= version <= self._contract.latest_version(state.version, ahead):
             raise BufferRefused(
                 f"step {step} cannot train at version {version}: the learner finished steps up to "
@@ -137,7 +139,7 @@ class Draws:
 
     def _adopt(self, tx: Transaction, draw: DrawRecord, request: DrawRequest) -> bool:
         """Make a recorded draw one of this incarnation at this version, if it can still be trained on."""
-        if draw.plan != request.plan or not self._steps.all_usable(tx, draw, request.version):
+        if not self._steps.all_usable(tx, draw, request.version):
             return False
         if draw.incarnation != request.incarnation and self._is_unfit(tx, draw):
             return False
@@ -173,7 +175,7 @@ class Draws:
         config, num = self._groups.config, request.num_groups
         if len(self._groups.index.ready) < num:
             return []
-        seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._share.number]
+        seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation]
         random = np.random.default_rng(seeds)
         sampler, candidates = self._groups.sampler, self._groups.index
         if not config.chooses_by_length:
@@ -212,7 +214,7 @@ class Draws:
                 record_ids.append(group.records[index])
                 lengths.append(group.lengths[index])
         step, version, incarnation = request.step, request.version, request.incarnation
-        draw = DrawRecord(step, version, incarnation, chosen, record_ids, lengths, plan=request.plan)
+        draw = DrawRecord(step, version, incarnation, chosen, record_ids, lengths)
         self._steps.record(tx, draw)
         return draw
 

@@ -246,11 +246,11 @@ class Groups:
         group.records = [NO_RECORD] * len(group.records)
         self.save(tx, group)
 
-    def checked_counts(self, tx: Transaction, *, recounts: bool = True) -> dict[str, int]:
-        """Every count by its name, the failed by kind, how many rows are quarantined, and 'gap': 0, or a bug."""
+    def checked_counts(self, tx: Transaction) -> dict[str, int]:
+        """Return every count by its name, the failed by kind, the quarantined rows, and 'gap': 0, or a bug."""
         ledger = tx.state.ledger
         quarantined = sum(ledger.quarantined_by_reason.values())
-        gap = ledger.gap + (self._live_gap(tx) if recounts else 0)
+        gap = ledger.gap + self._live_gap(tx)
         return {**ledger.counts(), **ledger.failed_by_kind(), "quarantined": quarantined, "gap": gap}
 
     def _live_gap(self, tx: Transaction) -> int:

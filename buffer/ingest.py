@@ -24,7 +24,7 @@ from buffer import schema
 from buffer.config import MAX_GROUP_SIZE
 from buffer.errors import BadBody, BufferRefused
 from buffer.groups import Groups, StoredSample
-from buffer.leases import Leases, Share, is_name
+from buffer.leases import Leases, is_name
 from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
 from buffer.rows import RowBytes, flat_values, list_bounds
@@ -35,8 +35,6 @@ from common.run import RunFacts
 
 MAX_PUSHED_ROWS = 4096
 """More trajectories in one message are refused: a turn of the service must stay short."""
-MAX_BEHIND = 1024
-"""So many steps of the learner a service may not have heard of yet."""
 MAX_OVERTAKEN = 65_536
 """A row so far behind its actor's newest is not on its way any more, for credit is much less: it counts as settled."""
 SEQ_WINDOW = 2 * MAX_OVERTAKEN
@@ -50,14 +48,10 @@ _json_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Raw: that the values are well-formed is seen without making objects of them."""
 
 
-def known_versions(state: StoreState, *, updates_per_step: int = 1, may_be_behind: bool = False) -> Mapping[int, int]:
-    """The newest version of every incarnation that actors can have sampled from.
-
-    It `may_be_behind` where the learner continues without this service while it is down.
-    """
-    missed = MAX_BEHIND * updates_per_step if may_be_behind else 0
-    newest = {number: start.newest + missed for number, start in enumerate(state.incarnations)}
-    newest[state.incarnation] = state.newest_possible(updates_per_step) + missed
+def known_versions(state: StoreState, *, updates_per_step: int = 1) -> Mapping[int, int]:
+    """Return the newest version of every incarnation that actors can have sampled from."""
+    newest = {number: start.newest for number, start in enumerate(state.incarnations)}
+    newest[state.incarnation] = state.newest_possible(updates_per_step)
     return newest
 
 
@@ -88,8 +82,8 @@ class Pushes:
 class Ingest:
     """Takes pushed trajectories in."""
 
-    def __init__(self, share: Share, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
-        self._facts, self._may_be_behind = share.facts, share.may_be_behind
+    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
+        self._facts = facts
         self._groups = groups
         self._leases = leases
         self._quarantine = quarantine
@@ -99,9 +93,8 @@ class Ingest:
 
         `refusals` says of some, by their place, why they are not looked at.
         """
-        facts = self._facts
-        known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=self._may_be_behind)
-        bad = {} if pushes.batch is None else faults(pushes.batch, facts, known)
+        known = known_versions(tx.state, updates_per_step=self._facts.updates_per_step)
+        bad = {} if pushes.batch is None else faults(pushes.batch, self._facts, known)
         every = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
         for place, (message, body, opened) in enumerate(pushes.opened):
@@ -223,7 +216,7 @@ class Ingest:
         if places:
             first = tx.state.next_record
             tx.state.next_record += len(places)
-            records = [self._facts.global_id(first + i) for i in range(len(places))]
+            records = [first + i for i in range(len(places))]
             tx.records.append(as_bytes.block(places, records), records[0])
             self._groups.commit(tx, group, [rows[place] for place in places], records)
         self._groups.settle(tx, group)

@@ -10,10 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 from math import inf
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from buffer.config import BufferConfig
 from buffer.dispatch import MOST_LOOKED_AT
@@ -24,7 +20,6 @@ from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
 from common.rpc.messages import Asker
 from common.run import RunFacts
-from common.staleness import StalenessContract
 
 MAX_NAME_BYTES = 128
 NEAR_BOUND_S, NEAR_BOUND_STEPS = 60.0, 20.0
@@ -33,31 +28,13 @@ _NUM_REPLACED = 8
 """Sessions of a name that are remembered: a Hello is on its way for seconds, a process lives longer."""
 
 
-class Share(NamedTuple):
-    """What a store has of a run: all of it, or a part (`buffer.sharding.core`)."""
-
-    facts: RunFacts
-    contract: StalenessContract
-    config: BufferConfig
-    """The `[buffer]` section, with the capacities of the store."""
-    prompts: npt.NDArray[np.int64]
-    capacity: int
-    closed: str
-    """Why no group is ever leased; '' where some are."""
-    may_be_behind: bool
-    """The learner goes on while the service is down."""
-    number: int
-    """Other shares of the run draw by other chance."""
-
-
 class Leases:
     """Grants, renews, expires and fences leases."""
 
-    def __init__(self, share: Share, groups: Groups, clock: Callable[[], float]) -> None:
-        self._config, self._facts, self._contract = share.config, share.facts, share.contract
+    def __init__(self, config: BufferConfig, facts: RunFacts, groups: Groups, clock: Callable[[], float]) -> None:
+        self._config, self._facts, self._contract = config, facts, facts.contract
         self._groups = groups
         self._clock = clock
-        self._share = share
         self._deadlines: dict[int, float] = {}
         """Lease -> when it expires, in that order, for all have the same time. One that is closed goes when first."""
         self._granted_none: dict[str, tuple[int, int]] = {}
@@ -241,21 +218,20 @@ class Leases:
             return "no learner has started"
         if state.published is None:
             return "the learner has not published weights"
-        if self._share.closed:
-            return self._share.closed
+        if self._config.source is not None:
+            return "the run trains on recorded samples (buffer.source)"
         num_alive = len(self._groups.index.open) + len(self._groups.index.ready)
         if num_alive >= self._config.most_alive(self._facts.groups_per_step):
             return f"{num_alive} groups are in flight or may be used again, which is what buffer.replay_steps allows"
         return self._contract.admit(
             self.outstanding(tx),
-            self._share.capacity,
+            self._contract.capacity(),
             version=state.version,
             published=state.effective(state.published),
         )
 
     def _granted(self, tx: Transaction, leases: list[Lease], hand_on_at: int) -> LeaseGrant:
-        newest, draining, num_taken = tx.state.newest, tx.state.draining, self._num_taken(leases)
-        return LeaseGrant(leases, newest, draining, hand_on_at, self._is_near_bound(), num_taken)
+        return LeaseGrant(leases, tx.state.newest, tx.state.draining, hand_on_at, self._is_near_bound())
 
     def _num_taken(self, leases: list[Lease]) -> int:
         """As how many groups of K samples they count, by which an actor says for how much it has room."""
@@ -280,8 +256,8 @@ class Leases:
         if self.closed_because(tx):
             return None
         prompt = prompts.next(tx, request)
-        group_id, size = self._facts.global_id(tx.state.next_group), prompts.num_samples(tx, prompt.prompt_id)
-        group = Group.new(group_id, prompt.prompt_id, size, prompt.failures, round(prompt.longest))
+        size = prompts.num_samples(tx, prompt.prompt_id)
+        group = Group.new(tx.state.next_group, prompt.prompt_id, size, prompt.failures, round(prompt.longest))
         tx.state.next_group += 1
         return group
 
@@ -307,7 +283,7 @@ class Leases:
     def _issue(self, tx: Transaction, group: Group, actor: Actor, wants_lengths: bool) -> Lease:
         state = tx.state
         missing = group.missing()
-        group.lease_id = self._facts.global_id(state.next_lease)
+        group.lease_id = state.next_lease
         group.attempt += 1
         group.actor, group.epoch = actor.name, actor.epoch
         group.min_version = self._contract.min_version(state.effective(state.newest))

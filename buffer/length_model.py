@@ -383,15 +383,6 @@ class LengthFidelity(msgspec.Struct, frozen=True):
     late: float = 0.0
     """Share of the groups that the slowest lane would have been late with, by what was foretold."""
 
-    @classmethod
-    def worst(cls, parts: Iterable[LengthFidelity]) -> LengthFidelity:
-        """The worst of some, in each figure."""
-        known = list(parts)
-        ratio = max((part.p95_ratio for part in known), key=lambda ratio: abs(log(ratio)))
-        covered = max((part.covered for part in known), key=lambda share: abs(share - SHARE))
-        foretold, late = min(part.foretold for part in known), max(part.late for part in known)
-        return cls(max(part.ks for part in known), ratio, covered, foretold, late)
-
 
 class Fidelity(msgspec.Struct):
     """Lengths generated and lengths trained, side by side."""

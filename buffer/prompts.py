@@ -65,13 +65,12 @@ class NextPrompt(NamedTuple):
 
 
 class Prompts:
-    """Those of one store."""
+    """Chooses the prompt of the next group."""
 
     def __init__(
         self,
         facts: RunFacts,
         contract: StalenessContract,
-        own: npt.NDArray[np.int64],
         config: BufferConfig,
         clock: Callable[[], float],
     ) -> None:
@@ -83,9 +82,9 @@ class Prompts:
         tau = max(LEAST_TAU, facts.num_prompts / facts.groups_per_step * facts.updates_per_step)
         self.successes = SuccessModel(facts.num_prompts, tau) if is_learned else None
         self._sizes = GroupSizes(facts.group_size, config.most_samples, self.successes)
-        self._law: PromptLaw = EpochOrder(own, facts.seed)
+        self._law: PromptLaw = EpochOrder(facts.num_prompts, facts.seed)
         if config.prompt_law != "epoch":
-            self._law = ByChance(own, facts.seed, self.successes if by_success else None)
+            self._law = ByChance(facts.num_prompts, facts.seed, self.successes if by_success else None)
         self.lengths = LengthModel(facts.num_prompts)
         self.pace = Pace(clock)
         self._window = Window()

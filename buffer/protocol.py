@@ -35,9 +35,6 @@ class Hello(Message, frozen=True):
     session: str
     """Random per client process: the same Hello sent twice opens one epoch only. All three are those of the `Asker`,
     by which the service knows the client again whatever it asks."""
-    shard: Count = 0
-    """Which shard the client believes to be talking to, and of how many."""
-    num_shards: Count = 1
 
 
 class LeaseRequest(Message, frozen=True):
@@ -112,16 +109,6 @@ class DrawRequest(Message, frozen=True):
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     wait_s: Seconds
     """The service answers at the latest after this time, ready or not."""
-    plan: dict[Count, Count] = msgspec.field(default_factory=dict)
-    """Where the buffer has several shards: how many groups of the step each of them gives."""
-
-
-class PlanRequest(Message, frozen=True):
-    """What could a shard give to step `step`, begun at `version`? The client divides the step by the answers."""
-
-    step: Count
-    version: Count
-    incarnation: Number
 
 
 class TakeUnscored(Message, frozen=True):
@@ -161,8 +148,6 @@ class StepFinished(Message, frozen=True):
     incarnation: Number
     skipped: bool = False
     """No update was applied: the version is that at which the step began."""
-    took_part: bool = True
-    """False where other shards gave all groups of the step: this one only learns how far the learner is."""
 
 
 class Published(Message, frozen=True):
@@ -185,8 +170,6 @@ class BeginIncarnation(Message, frozen=True):
     session: str
     version: Count
     step: Count
-    at_least: Count = 0
-    """The incarnation gets this number or a higher one, so that it has the same number in every shard."""
 
 
 class Drain(Message, frozen=True):
@@ -246,8 +229,6 @@ class LeaseGrant(Message, frozen=True):
     lane; 0: it makes all of them to their end."""
     is_near_bound: bool = False
     """Admission was closed a short time ago: what this actor leases before it needs it, another one lacks."""
-    num_taken: Count = 0
-    """As how many of the groups that were asked for the leases count."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
@@ -313,32 +294,12 @@ class VisitsReply(Message, frozen=True):
     """It was told what to expect of the others, since it started."""
 
 
-class PlanReply(Message, frozen=True):
-    """Answer to PlanRequest. A group is due in as many steps after this one as could still use it; 0: in this one."""
-
-    num_eligible: int
-    capacity: int
-    """More than this it cannot promise: its share of what admission lets be outstanding."""
-    due: dict[int, int]
-    """Steps -> how many of the oldest eligible groups are due then; empty without an age bound."""
-    open_due: dict[int, int]
-    """The same of groups that are not complete, where a step must wait for them (on_stale = "wait"); negative
-    where they are past the bound."""
-    waits: bool = False
-    waiting_for: str = ""
-    ledger: dict[str, int] = msgspec.field(default_factory=dict)
-    """As in `DrawReply`, but its gap is that among the counters alone."""
-    fidelity: LengthFidelity = LengthFidelity()
-
-
 class IncarnationReply(Message, frozen=True):
     """Answer to BeginIncarnation."""
 
     incarnation: int
     resumed_at: dict[int, int]
     """For every incarnation, the version that it started from."""
-    plans: dict[int, dict[int, int]] = msgspec.field(default_factory=dict)
-    """For every recorded draw that is to be redone, how its step was divided among the shards."""
 
 
 STAGES = {
@@ -381,17 +342,15 @@ class Status(Message, frozen=True):
     nonsense: dict[str, Nonsense] = msgspec.field(default_factory=dict)
     spent_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds of the service since it started, by `STAGES`."""
-    silent_shards: list[int] = msgspec.field(default_factory=list)
-    """Shards that do not answer now: their part of the figures is the last that was known."""
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | PlanRequest | DrawRequest | TakeUnscored | WriteScores
-    | VisitsRequest | Expect | StepFinished | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
+    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | DrawRequest | TakeUnscored | WriteScores | VisitsRequest
+    | Expect | StepFinished | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
-    Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | UnscoredReply | VisitsReply
-    | IncarnationReply | Status | Done | Refused
+    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | UnscoredReply | VisitsReply | IncarnationReply
+    | Status | Done | Refused
 )  # fmt: skip
 
 _ACTOR: frozenset[Role] = frozenset({"actor"})
@@ -409,7 +368,6 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     HandOn: _ACTOR,
     Renew: _ACTOR,
     BeginIncarnation: _LEARNER,
-    PlanRequest: _LEARNER,
     DrawRequest: _LEARNER,
     TakeUnscored: _SCORING,
     WriteScores: _SCORING,
@@ -423,7 +381,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
 
 PROTOCOL = Protocol(
     "buffer service",
-    11,
+    12,
     Request,
     Reply,
     asked_by=ASKED_BY,

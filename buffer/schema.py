@@ -339,17 +339,6 @@ def with_scores(batch: pa.RecordBatch, scores: Sequence[npt.NDArray[np.float32] 
     return batch.set_column(index, SCHEMA.field(index), _lists(merged, np.float32))
 
 
-def join_streams(bodies: Sequence[bytes | memoryview]) -> bytes | memoryview:
-    """Several message bodies of trajectories as one.
-
-    Raises:
-        BadBody: see `read_stream`.
-    """
-    if len(bodies) == 1:
-        return bodies[0]
-    return write_stream(pa.concat_batches([read_stream(body) for body in bodies]))
-
-
 def _lists(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> pa.Array:
     present = [array for array in arrays if array is not None]
     flat = np.concatenate(present).astype(dtype, copy=False) if present else np.zeros(0, dtype)

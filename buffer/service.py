@@ -21,12 +21,11 @@ from msgspec.structs import replace
 
 from buffer import protocol as p
 from buffer.config import MAX_MESSAGE_MIB, BufferConfig
-from buffer.core import Answer
+from buffer.core import Answer, BufferCore
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError, StoreFull
 from buffer.ingest import Pushes
 from buffer.nonsense import MAX_QUARANTINED_BYTES, Senders, SetAside
 from buffer.schema import start_fault
-from buffer.sharding.core import ShardCore
 from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Hearing, Stages, Upkeep
@@ -132,7 +131,7 @@ class BufferService:
         """
         self._config = config
         self._clock = clock
-        self._core = ShardCore(config, facts, clock)
+        self._core = BufferCore(config, facts, clock)
         self._store = Store(folder, facts, durability=config.durability)
         try:
             self._store.read(self._core.leases.restart)

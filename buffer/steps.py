@@ -30,7 +30,6 @@ from msgspec.structs import replace
 from buffer import rows, schema
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
-from buffer.ingest import MAX_BEHIND
 from buffer.length_model import ALARM
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
 from buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
@@ -40,6 +39,8 @@ from common.staleness import StalenessContract
 
 log = logging.getLogger(__name__)
 
+MAX_BEHIND = 1024
+"""Steps by which what the service knows of the learner may be late."""
 WARN_EVERY_STEPS = 100
 """The alarm of length fidelity is logged once in this many steps at most."""
 HELD_S = 30.0
@@ -342,7 +343,7 @@ class Scoring:
         lengths: dict[int, int] = {}
         group_ids: set[int] = set()
         for i, record in enumerate(batch.column(0).to_pylist()):
-            if not 0 <= record < self._facts.global_id(tx.state.next_record):
+            if not 0 <= record < tx.state.next_record:
                 raise BufferRefused(f"record {record} is not in the buffer: there was never one")
             if record not in lengths:
                 try:

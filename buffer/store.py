@@ -55,6 +55,21 @@ class Reader(NamedTuple):
     """Number of the commit that it sees: pages freed since then cannot be used again."""
 
 
+def buffer_folder(path: Path) -> Path:
+    """Return the buffer's folder, from the folder of its run or its own.
+
+    Raises:
+        StoreError: there is no buffer.
+    """
+    for folder in (path, path / "buffer"):
+        if (folder / DATA).exists():
+            return folder
+    raise StoreError(
+        f"there is no buffer in {path}: neither {DATA} nor buffer/{DATA} is there. Give the folder of a run, "
+        "as in runs/NAME"
+    )
+
+
 class Store:
     """One folder, one owner that writes, any number of readers that never block it."""
 

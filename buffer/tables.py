@@ -271,8 +271,6 @@ class DrawRecord(msgspec.Struct):
     """The incarnation that finished the step; -1: none yet."""
     is_trained: bool = False
     """A finished step has trained on it; a skipped one does not count."""
-    plan: dict[int, int] = {}
-    """How the step is divided; empty where all of its groups are in this store."""
 
 
 class Actor(msgspec.Struct):

@@ -44,8 +44,6 @@ class RunFacts(BaseModel):
     )
     correct_at: float = Field(default=1.0, description="Least reward of a sample that counts as a success.")
     staleness: StalenessConfig
-    shard: int = Field(default=0, ge=0, description="Which shard of the buffer a service is.")
-    num_shards: PositiveInt = Field(default=1, description="Into how many shards the prompts are divided; fixed.")
 
     @property
     def contract(self) -> StalenessContract:
@@ -60,10 +58,6 @@ class RunFacts(BaseModel):
     def longest_drawn(self) -> int:
         """Tokens of the longest sample that a draw may hold."""
         return self.token_budget or self.max_tokens
-
-    def global_id(self, number: int) -> int:
-        """The id of this shard's `number`-th lease, group or record: unique over all shards, and ascending."""
-        return number * self.num_shards + self.shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +83,8 @@ class RunContext(Generic[C]):
     """In which actors serve: weights are published in each."""
     startup_timeout_s: float
     """How long processes wait for each other where one may take much longer than another: to load, and to export."""
-    buffer_addresses: tuple[str, ...] = ()
-    """Of the buffer services, shard by shard, tcp:// or ipc://; one that is started again keeps its address."""
+    buffer_address: str = ""
+    """Of the buffer service, tcp:// or ipc://; it keeps its address when it is started again."""
     weights_address: str = ""
     """Of the weight service; '' where there is none."""
     keys: ClientKeys | None = field(default=None, repr=False)

@@ -27,8 +27,7 @@ from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store, compact
 from buffer.rows import SCHEMA_VERSION
 from buffer.schema import SCHEMA
-from buffer.sharding.division import buffer_folder
-from buffer.store import RESTORE
+from buffer.store import RESTORE, buffer_folder
 from common.staleness import PolicyVersion
 from launch.errors import ConfigError, ExitStatus, refuse
 from launch.run_folder import named_run
@@ -62,8 +61,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _contradiction(parsed: argparse.Namespace) -> str:
     """Why these options do not go together; '' where they do."""
-    if parsed.buffer_verb == "show" and parsed.shard is not None and parsed.quarantined is None:
-        return "--shard says whose --quarantined is meant, and none is asked for: groups and records need no shard"
     if parsed.buffer_verb != "ls":
         return ""
     given = [name for name in (*_SELECTION, "by") if getattr(parsed, name) is not None]
@@ -127,13 +124,11 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _show_quarantined(inspection: Inspection, parsed: argparse.Namespace) -> int:
-    shard = inspection.stores[0].facts.shard if parsed.shard is None else parsed.shard
-    entry = inspection.quarantined_at(shard, parsed.quarantined)
+    entry = inspection.quarantined_at(parsed.quarantined)
     if entry is None:
         return refuse(
-            f"the quarantine of shard {shard} in {inspection.folder} does not hold number "
-            f"{parsed.quarantined}: it never did, or it had to make room. `leeway buffer ls --quarantine` lists what "
-            "there is, as SHARD:NUMBER for all shards but the first"
+            f"the quarantine in {inspection.folder} does not hold number {parsed.quarantined}: it never did, or it had "
+            "to make room. `leeway buffer ls --quarantine` lists what there is"
         )
     for line in quarantined_in_full(entry):
         print(line)
@@ -141,23 +136,17 @@ def _show_quarantined(inspection: Inspection, parsed: argparse.Namespace) -> int
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    faults: list[str] = []
     with _open(parsed.run) as inspection:
         print(headline(inspection))
-        sums: Counter[str] = Counter()
-        for store in inspection.stores:
-            report = check_store(store)
-            where = "" if len(inspection.stores) == 1 else f"shard {store.facts.shard}: "
-            faults += [where + fault for fault in report["faults"]]
-            sums.update(report["ledger"])
-            sums["records"] += report["num_records"]
-            if not report["has_checked_pages"]:
-                print(f"{where}a service writes the file now, so the structure of its pages was not checked")
-    print("ledger   " + "  ".join(f"{name} {sums[name]}" for name in COUNTS))
+        report = check_store(inspection.store)
+    faults: list[str] = report["faults"]
+    if not report["has_checked_pages"]:
+        print("a service writes the file now, so the structure of its pages was not checked")
+    print("ledger   " + "  ".join(f"{name} {report['ledger'][name]}" for name in COUNTS))
     for fault in faults:
         print(f"FAULT    {fault}")
     found = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "no fault"
-    print(f"{sums['records']} records, their groups and the ledger checked: {found}")
+    print(f"{report['num_records']} records, their groups and the ledger checked: {found}")
     if faults:
         refuse(f"{inspection.folder} is damaged: {RESTORE}")
     return FAULTS if faults else ExitStatus.OK
@@ -172,8 +161,8 @@ def _export(parsed: argparse.Namespace) -> int:
 
 
 def _compact(parsed: argparse.Namespace) -> int:
-    for done in compact(buffer_folder(named_run(parsed.run))):
-        print(f"{done.folder}: {done.before_bytes / 2**20:.1f} MiB are now {done.after_bytes / 2**20:.1f} MiB")
+    done = compact(buffer_folder(named_run(parsed.run)))
+    print(f"{done.folder}: {done.before_bytes / 2**20:.1f} MiB are now {done.after_bytes / 2**20:.1f} MiB")
     return ExitStatus.OK
 
 
@@ -190,12 +179,10 @@ def _tell_damage(damaged: list[str], folder: Path) -> int:
 
 def headline(inspection: Inspection) -> str:
     totals = inspection.totals()
-    first = inspection.stores[0]
-    shards = f" in {len(inspection.stores)} shards" if len(inspection.stores) > 1 else ""
     quarantined = sum(totals.quarantined_by_reason.values())
     return (
-        f"run {first.facts.run_id}, schema version {SCHEMA_VERSION}, learner at version {totals.version}: "
-        f"{totals.num_groups} groups, {totals.num_records} trajectories, {totals.size_bytes / 2**20:.1f} MiB{shards}, "
+        f"run {inspection.store.facts.run_id}, schema version {SCHEMA_VERSION}, learner at version {totals.version}: "
+        f"{totals.num_groups} groups, {totals.num_records} trajectories, {totals.size_bytes / 2**20:.1f} MiB, "
         f"{quarantined} quarantined"
     )
 
@@ -231,8 +218,7 @@ def listing(groups: Iterable[GroupView]) -> Iterator[str]:
 
 
 def quarantine_line(found: Quarantined) -> str:
-    name = str(found.number) if not found.shard else f"{found.shard}:{found.number}"
-    return f"{name:>8} {len(found.entry.data):>6}  {_why(found.entry)}"
+    return f"{found.number:>8} {len(found.entry.data):>6}  {_why(found.entry)}"
 
 
 def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None = None) -> Iterator[str]:

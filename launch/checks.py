@@ -12,8 +12,8 @@ from pathlib import Path
 from actors.tasks import TaskError, TaskFacts, check_task
 from buffer import samplers
 from buffer.config import BufferConfig
+from buffer.core import check_config
 from buffer.errors import StoreError
-from buffer.sharding.core import share_of
 from common.hf_folder import ModelFacts
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
@@ -92,7 +92,6 @@ class Plan:
             token_budget=config.learner.token_budget,
             correct_at=config.task.correct_at,
             staleness=config.weight_sync.staleness(),
-            num_shards=config.buffer.shards,
         )
 
     def context(self, model_path: Path, model: ModelFacts) -> RunContext[Config]:
@@ -203,16 +202,9 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         keys=_keys(config),
         recorded=check_offline(config, model, resumed),
     )
-    _check_shares(plan)
-    return plan
-
-
-def _check_shares(plan: Plan) -> None:
-    """See that every service of the buffer takes its share of the run."""
-    buffer, facts = plan.config.buffer, plan.facts(vocab_size=1)  # by which no share goes
     with as_config_error(kind=StoreError):
-        for shard in range(buffer.shards):
-            share_of(buffer, facts.model_copy(update={"shard": shard}))
+        check_config(config.buffer, plan.facts(vocab_size=1))  # whatever its vocabulary is
+    return plan
 
 
 def _keys(config: Config) -> RunKeys | None:
@@ -383,8 +375,7 @@ def _check_weight_sync(config: Config, *, is_new: bool) -> None:
 def _check_ports(config: Config) -> None:
     """No two sockets of the run may have one port; 0 is a free one."""
     buffer, sync = config.buffer, config.weight_sync
-    ports = {f"buffer.port + {shard}": buffer.port + shard for shard in range(buffer.shards if buffer.port else 0)}
-    ports["weight_sync.port"] = 0 if sync.transport == "folder" else sync.port
+    ports = {"buffer.port": buffer.port, "weight_sync.port": 0 if sync.transport == "folder" else sync.port}
     ports["tracking.prometheus_port"] = config.tracking.prometheus_port or 0
     for (first, port), (second, other) in combinations(ports.items(), 2):
         if port and port == other:

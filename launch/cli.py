@@ -392,7 +392,6 @@ def _add_buffer(parsers: Any) -> None:  # noqa: ANN401 -- as in `Verb`
     what.add_argument("group", nargs="?", type=_count, metavar="GROUP", help="the group's id")
     what.add_argument("--record", type=_count, metavar="N", help="one stored trajectory, in full")
     what.add_argument("--quarantined", type=_count, metavar="N", help="one quarantined row or message")
-    show.add_argument("--shard", type=_integer, metavar="S", help="whose --quarantined is meant; default: the first")
     export.add_argument("out", type=Path, metavar="OUT.parquet")
     for parser in (ls, export):
         which = parser.add_argument_group("which groups")

@@ -128,11 +128,6 @@ def _check_laws(config: Config) -> None:
             f"buffer.sampler = 'on_policy_share' takes a share of the newest samples, and {what} makes all "
             f"of them old: use buffer.sampler = '{config.buffer.replay_sampler}'"
         )
-    if config.buffer.shards > 1:
-        raise ConfigError(
-            f"buffer.shards = {config.buffer.shards} divides what actors push, and {what} fills the buffer before it "
-            "starts: use buffer.shards = 1"
-        )
     if config.model.teachers:
         raise ConfigError(
             f"model.teachers teach the prompts of [task], and {what} has prompts of its own, which are nobody's: train "

@@ -229,7 +229,7 @@ class Planner:
             self.config.buffer.check_sizes(self._group_size, contract.capacity() + learner.groups_per_step)
         except ValueError:
             return None
-        return contract if contract.capacity() >= self.config.buffer.shards else None  # each has a share of it
+        return contract
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- as above
     def _mean_step_s(self, shape: LearnerShape) -> float:

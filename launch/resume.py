@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from actors.tasks.config import Classifier
 from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection
-from buffer.sharding.division import store_folders
 from buffer.store import DATA, is_served
 from common.hf_folder import CONFIG_NAME, ModelFolderError, model_identity, tensors_by_file
 from common.user_input import is_reference
@@ -53,7 +52,6 @@ FIXED = {
     "actors.group_size": "the buffer has leased groups of that size",
     "actors.temperature": "the stored log-probabilities are of that temperature",
     "buffer": _KEPT,
-    "buffer.shards": "the buffer has that many stores, and a prompt lies in one of them by its hash",
     "learner.groups_per_step": _STEP,
     "learner.num_minibatches": _STEP,
     "learner.num_epochs": _STEP,
@@ -252,7 +250,7 @@ def wait_for_the_dead(
     has_told = False
     while True:
         alive = [found for found in role_processes() if found.run == folder.root.resolve()]
-        served = any(is_served(store) for store in store_folders(folder.buffer))
+        served = is_served(folder.buffer)
         if not alive and not served:
             return
         names = ", ".join(f"{found.name} (process {found.process.pid})" for found in alive) or "its buffer service"
@@ -269,13 +267,13 @@ def wait_for_the_dead(
 
 def _check_buffer(folder: RunFolder, run_id: str) -> None:
     """See that the buffer in the folder is that of this run; none is there where the run ended before it was made."""
-    if not any((store / DATA).exists() for store in store_folders(folder.buffer)):
+    if not (folder.buffer / DATA).exists():
         return
     with as_config_error(kind=StoreError), Inspection.open(folder.buffer) as inspection:
-        theirs = {store.facts.run_id for store in inspection.stores}
-    if theirs != {run_id}:
+        theirs = inspection.store.facts.run_id
+    if theirs != run_id:
         raise ConfigError(
-            f"the buffer in {folder.buffer} is that of another run ({', '.join(theirs - {run_id})}), and "
+            f"the buffer in {folder.buffer} is that of another run ({theirs}), and "
             f"{folder.identity.name} says {run_id}; put back the buffer that belongs here"
         )
 

@@ -297,7 +297,7 @@ class _Run:
         interrupted = self._train()
         self.supervisor.drain()
         self.sinks.phase("exporting the model")
-        # that of an earlier command may have other shards; it stays until now, should this one not come so far
+        # that of an earlier command may have other files; it stays until now, should this one not come so far
         shutil.rmtree(self.plan.folder.export, ignore_errors=True)
         self.supervisor.export(self.plan.folder.export)
         self._digest(self.supervisor.poll())  # a restart in the export counts too

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from msgspec import structs
 
 from buffer import schema
-from buffer.client import REQUEST_TIMEOUT_S, Draw
-from buffer.sharding.client import open_client
+from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw
 from common.run import RunContext
 from common.staleness import PolicyVersion
 from learner.batch import counted_versions
@@ -117,12 +116,12 @@ class Coordinator:
             BufferUnavailable: it does not answer, or lets it wait beyond the deadline, as in `BufferClient.connect`.
             BufferRefused: it serves another run.
         """
-        self._addresses = context.buffer_addresses
+        self._address = context.buffer_address
         self._config = context.config.learner
         self._contract = context.facts.contract
         self._channel = channel
-        self._client = open_client(
-            context.buffer_addresses,
+        self._client = BufferClient(
+            context.buffer_address,
             run_id=context.facts.run_id,
             role="learner",
             name="learner",
@@ -266,6 +265,6 @@ class Coordinator:
                 if (now := time.monotonic()) > deadline:
                     why = self._client.put_off_because or "its log in the run folder says why"
                     raise TimeoutError(
-                        f"the buffer service at {', '.join(self._addresses)} was asked to {what} and has let that wait "
+                        f"the buffer service at {self._address} was asked to {what} and has let that wait "
                         f"for {now - asked_at:.0f} s: {why}"
                     ) from None

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
+from buffer.client import BufferClient
 from buffer.schema import read_stream
-from buffer.sharding.client import open_client
 from common.run import RunContext
 from learner.batch import StepBatch, pack_rows
 from learner.config import LearnerSections
@@ -193,8 +193,8 @@ class ReferenceScorer:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._reference = build_reference(context, Mesh.build(MeshPlace(0)), device)
         self._rule = packing_rule(context)
-        self._client = open_client(
-            context.buffer_addresses,
+        self._client = BufferClient(
+            context.buffer_address,
             run_id=context.facts.run_id,
             role="scorer",
             name=f"scorer-{number}",

@@ -197,7 +197,7 @@ class SimulatedPrompts:
     def __init__(self, world: World, stream: PromptStream, seed: int, clock: Callable[[], float]) -> None:
         """In the order of a stream or by chance, and nothing is known of their lengths, nor ever of their rewards."""
         self._world, self._stream = world, stream
-        self._law = None if world.buffer.prompt_law == "epoch" else ByChance(np.arange(world.num_prompts), seed)
+        self._law = None if world.buffer.prompt_law == "epoch" else ByChance(world.num_prompts, seed)
         self._policy = POLICIES[world.buffer.dispatch]()
         self._group_size = world.group_size
         self._longest = round(world.lengths.longest)

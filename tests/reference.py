@@ -27,7 +27,7 @@ BASIC: Mapping[str, str] = {
     "algorithm": "corrections beta baseline",
     "actors": "num_actors group_size temperature max_new_tokens max_prompt_tokens max_running_samples dtype "
     "gpu_memory_share gpus eval_every",
-    "buffer": "shards sampler max_uses durability",
+    "buffer": "sampler max_uses durability",
     "learner": "num_stages num_replicas num_steps groups_per_step num_minibatches num_epochs token_budget schedule "
     "precision activation_checkpointing learning_rate warmup_steps ess_budget checkpoint_every device gpus",
     "weight_sync": "max_lag publish_every on_stale transport",

@@ -33,7 +33,6 @@ from buffer.client import BufferClient, Draw
 from buffer.protocol import STAGES, Done, Lease, RowResult
 from buffer.rows import flat_values
 from buffer.schema import Trajectory
-from buffer.sharding.client import ShardedClient
 from common.run import RunFacts
 
 LONE_GROUPS = 8
@@ -74,9 +73,7 @@ def count_syncs(work: Workload, folder: Path) -> Figures:
     }
 
 
-def push_all(
-    actor: BufferClient | ShardedClient, rows: list[Trajectory], latencies_s: list[float] | None = None
-) -> None:
+def push_all(actor: BufferClient, rows: list[Trajectory], latencies_s: list[float] | None = None) -> None:
     """Push and wait until all are acknowledged as committed.
 
     Raises:

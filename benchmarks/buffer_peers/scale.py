@@ -21,18 +21,12 @@ from buffer import schema
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.schema import Trajectory, VersionSpan
-from buffer.sharding.client import ShardedClient, open_client
 from common.rpc.messages import Role
 from common.staleness import PolicyVersion
 
 NUM_CLIENTS = 64
 ROWS_PER_CLIENT = {False: 512, True: 64}
 """By `quick`."""
-NUM_PRODUCERS = 2
-ROWS_PER_PRODUCER = {False: 8192, True: 1024}
-"""By `quick`."""
-SHARE_MARGIN = 2
-"""Each shard admits its share alone: with so much more admitted, no producer waits for the other shard."""
 
 
 def measure_clients(quick: bool, folder: Path) -> Figures:
@@ -45,7 +39,7 @@ def measure_clients(quick: bool, folder: Path) -> Figures:
     """
     num_rows = ROWS_PER_CLIENT[quick]
     work = Workload.make(num_rows)
-    seconds, wall_s, before, peak = _push_at_once(work, folder, num_clients=NUM_CLIENTS)
+    seconds, wall_s, before, peak = _push_at_once(work, folder)
     client_rates = [num_rows / each for each in seconds]
     mean = sum(client_rates) / NUM_CLIENTS
     return {
@@ -59,64 +53,39 @@ def measure_clients(quick: bool, folder: Path) -> Figures:
     }
 
 
-def measure_shards(quick: bool, folder: Path) -> Figures:
-    """What two shards give on this machine: the same producers push to one service, and then to two.
-
-    Producers and services share the cores, so two of each on two cores tell what is left of the second one.
-    """
-    work = Workload.make(ROWS_PER_PRODUCER[quick])
-    rates = []
-    for num_shards in (1, 2):
-        _, wall_s, _, _ = _push_at_once(work, folder, num_clients=NUM_PRODUCERS, num_shards=num_shards)
-        rates.append(NUM_PRODUCERS * len(work) / wall_s)
-    one, two = rates
-    return {
-        "num_producers": NUM_PRODUCERS,
-        "push_one_per_s": one,
-        "push_two_per_s": two,
-        "two_shards_over_one": two / one,
-    }
-
-
-def _push_at_once(
-    work: Workload, folder: Path, *, num_clients: int, num_shards: int = 1
-) -> tuple[list[float], float, int, int]:
-    """Processes that push the workload, each under its own leases.
+def _push_at_once(work: Workload, folder: Path) -> tuple[list[float], float, int, int]:
+    """Push the workload from many processes, each under its own leases.
 
     Returns:
-        Seconds of each, seconds until the last was done, and anonymous bytes of the services before and after.
+        Seconds of each, seconds until the last was done, and anonymous bytes of the service before and after.
     """
-    facts = facts_for(steps_for(num_clients * len(work) // GROUP_SIZE * (1 if num_shards == 1 else SHARE_MARGIN)))
+    facts = facts_for(steps_for(NUM_CLIENTS * len(work) // GROUP_SIZE))
     context = get_context("fork")
     with ExitStack() as stack:
-        services = []
-        for shard in range(num_shards):
-            part = facts.model_copy(update={"shard": shard, "num_shards": num_shards})
-            services.append(stack.enter_context(Service(folder / f"{num_shards}-{shard}", part, config_for())))
-        addresses = [service.address for service in services]
-        before = sum(service.rss_anon_bytes() for service in services)
-        pipes = [context.Pipe() for _ in range(num_clients)]  # before this process has a thread of its own
+        service = stack.enter_context(Service(folder / "store", facts, config_for()))
+        before = service.rss_anon_bytes()
+        pipes = [context.Pipe() for _ in range(NUM_CLIENTS)]  # before this process has a thread of its own
         schema.encode([work.trajectory(0)], RUN_ID)  # what Arrow imports at its first use is there before the fork
         gc.freeze()  # or every child would copy all pages at its first collection
         children = [
-            context.Process(target=_client, args=(theirs, addresses, services[0].config, work, i), daemon=True)
+            context.Process(target=_client, args=(theirs, service.address, service.config, work, i), daemon=True)
             for i, (_, theirs) in enumerate(pipes)
         ]
         for child in children:
             child.start()
             stack.callback(child.join, PATIENCE_S)
             stack.callback(child.terminate)
-        learner = _open(addresses, "learner", "learner", services[0].config)
+        learner = _open(service.address, "learner", "learner", service.config)
         learner.begin_incarnation(0, 0).result(PATIENCE_S)
         learner.published(0, 0).result(PATIENCE_S)
         seconds, wall_s = _let_run([ours for ours, _ in pipes])
-        peak = sum(service.rss_anon_bytes() for service in services)
+        peak = service.rss_anon_bytes()
         learner.close()
     return seconds, wall_s, before, peak
 
 
-def _open(addresses: list[str], name: str, role: Role, config: BufferConfig) -> BufferClient | ShardedClient:
-    client = open_client(addresses, run_id=RUN_ID, role=role, name=name, config=config)
+def _open(address: str, name: str, role: Role, config: BufferConfig) -> BufferClient:
+    client = BufferClient(address, run_id=RUN_ID, role=role, name=name, config=config)
     client.connect()
     return client
 
@@ -141,11 +110,11 @@ def _take(pipe: Connection) -> float:
     return said
 
 
-def _client(pipe: Connection, addresses: list[str], config: BufferConfig, work: Workload, number: int) -> None:
+def _client(pipe: Connection, address: str, config: BufferConfig, work: Workload, number: int) -> None:
     """One client's process."""
     try:
         expect(pipe)
-        actor = _open(addresses, f"actor-{number}", "actor", config)
+        actor = _open(address, f"actor-{number}", "actor", config)
         rows = work.leased(lease_all(actor, len(work) // GROUP_SIZE))
         pipe.send(0.0)
         expect(pipe)

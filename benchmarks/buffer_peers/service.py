@@ -20,7 +20,6 @@ from benchmarks.lib.processes import environment
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.protocol import Lease
-from buffer.sharding.client import ShardedClient
 from common.rpc.messages import Role
 from common.run import RunFacts
 from common.staleness import StalenessConfig
@@ -145,7 +144,7 @@ class Service:
         self._log.close()
 
 
-def lease_all(actor: BufferClient | ShardedClient, num_groups: int) -> list[Lease]:
+def lease_all(actor: BufferClient, num_groups: int) -> list[Lease]:
     """Lease so many groups.
 
     Raises:

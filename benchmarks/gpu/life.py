@@ -211,7 +211,7 @@ def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
         temperature=1.0,
         serving_dtypes=("bfloat16",),
         startup_timeout_s=WAIT_S,
-        buffer_addresses=(orders["address"],),
+        buffer_address=orders["address"],
     )
     made = Stage(context, 0, rendezvous())
     made.setup()

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -27,8 +25,7 @@ from buffer.errors import CorruptRecord
 from buffer.nonsense import SetAside
 from buffer.rows import SCHEMA_VERSION
 from buffer.schema import all_rows, join_rows
-from buffer.sharding.division import buffer_folder, refuse_gaps, store_folders
-from buffer.store import RESTORE, Store
+from buffer.store import RESTORE, Store, buffer_folder
 from buffer.tables import NO_RECORD, Group, StoreState
 from buffer.transaction import Transaction
 
@@ -81,7 +78,6 @@ class Sample(NamedTuple):
 class GroupView:
     """A group as it was when it was read."""
 
-    shard: int
     row: Group
     oldest_version: int | None
     """Effective version of its oldest committed token; None where nothing is committed."""
@@ -109,13 +105,12 @@ class GroupView:
 class Quarantined(NamedTuple):
     """What failed validation and was set aside."""
 
-    shard: int
     number: int
     entry: SetAside
 
 
 class Totals(NamedTuple):
-    """Figures of the whole folder, all shards together."""
+    """Figures of the whole store."""
 
     version: int
     """Optimizer steps that the learner has taken."""
@@ -128,10 +123,9 @@ class Totals(NamedTuple):
 
 @dataclass
 class Inspection:
-    """The stores of one buffer folder, open for reading."""
+    """The store of a buffer folder, open for reading."""
 
-    folder: Path
-    stores: list[Store]
+    store: Store
     damaged: list[str] = field(default_factory=list)
     """What could not be read because it does not match its checksum, one sentence each; some may be there twice."""
 
@@ -141,40 +135,33 @@ class Inspection:
         """The buffer of a run folder, or of a buffer folder, open while it is looked at.
 
         Raises:
-            StoreError: there is none, it cannot be read, or one of its shards is missing.
+            StoreError: there is none, or it cannot be read.
         """
         folder = buffer_folder(path)
-        stores: list[Store] = []
+        with _naming(folder):
+            store = Store(folder, None)
         try:
-            for each in store_folders(folder):
-                with _naming(each):
-                    stores.append(Store(each, None))
-            refuse_gaps(folder, stores)
-            yield cls(folder, stores)
+            yield cls(store)
         finally:
-            for store in stores:
-                store.close()
+            store.close()
+
+    @property
+    def folder(self) -> Path:
+        return self.store.folder
 
     def totals(self) -> Totals:
-        ledger: Counter[str] = Counter()
-        reasons: Counter[str] = Counter()
-        version = num_groups = num_records = 0
-        for store in self.stores:
-            state, groups = look_at(store, lambda tx: (tx.state, tx.groups.count))
-            version = max(version, state.version)
-            num_groups, num_records = num_groups + groups, num_records + state.num_records
-            ledger.update(state.ledger.counts())
-            reasons.update(state.ledger.quarantined_by_reason)
-        size = sum(store.size_bytes for store in self.stores)
-        return Totals(version, num_groups, num_records, size, dict(ledger), dict(reasons))
+        state, num_groups = look_at(self.store, lambda tx: (tx.state, tx.groups.count))
+        ledger = state.ledger
+        size, reasons = self.store.size_bytes, dict(ledger.quarantined_by_reason)
+        return Totals(state.version, num_groups, state.num_records, size, ledger.counts(), reasons)
 
-    def states(self) -> dict[int, StoreState]:
-        return {store.facts.shard: look_at(store, lambda tx: tx.state) for store in self.stores}
+    def state(self) -> StoreState:
+        return look_at(self.store, lambda tx: tx.state)
 
     def groups(
         self, wanted: Selection, *, by: Order | None = None, newest_first: bool = False, with_samples: bool = False
     ) -> Iterator[GroupView]:
-        """The groups wanted: shard by shard by their ids, or all shards together in the order of a value.
+        """The groups wanted, by their ids or in the order of a value.
 
         Args:
             wanted: which ones.
@@ -182,26 +169,21 @@ class Inspection:
             newest_first: descending order of `by`.
             with_samples: read the stored samples too.
         """
-        readers = [_Reader(store, wanted, self.damaged) for store in self.stores]
+        reader = _Reader(self.store, wanted, self.damaged)
         if by is None:
-            return chain.from_iterable(reader.all(with_samples=with_samples) for reader in readers)
+            return reader.all(with_samples=with_samples)
         places = [
-            (value, group.row.group_id, reader)
-            for reader in readers
+            (value, group.row.group_id)
             for group in reader.all(with_samples=False)
             if group.row.phase != "open" and group.row.is_stored and (value := group.value(by)) is not None
         ]
-        places.sort(key=lambda place: place[:2], reverse=newest_first)
-        found = (reader.one(group_id, with_samples=with_samples) for _, group_id, reader in places)
+        places.sort(reverse=newest_first)
+        found = (reader.one(group_id, with_samples=with_samples) for _, group_id in places)
         return (group for group in found if group is not None)
 
     def group(self, group_id: int) -> GroupView | None:
-        """One group with its samples, whichever shard has it; None where there is none."""
-        for store in self.stores:
-            found = _Reader(store, Selection(), self.damaged).one(group_id, with_samples=True)
-            if found is not None:
-                return found
-        return None
+        """One group with its samples; None where there is none."""
+        return _Reader(self.store, Selection(), self.damaged).one(group_id, with_samples=True)
 
     def group_of_record(self, record_id: int) -> GroupView | None:
         """The group that a stored record belongs to; None where there is no such record.
@@ -209,35 +191,28 @@ class Inspection:
         Raises:
             CorruptRecord: it is damaged.
         """
-        for store in self.stores:
-            group_id = look_at(store, lambda tx: _group_of(tx, record_id))
-            if group_id is not None:
-                return self.group(group_id)
-        return None
+        group_id = look_at(self.store, lambda tx: _group_of(tx, record_id))
+        return None if group_id is None else self.group(group_id)
 
     def quarantined(self) -> Iterator[Quarantined]:
         """What is set aside, oldest first. The service keeps the last few only; `totals` counts all."""
-        for store in self.stores:
-            for (number,) in look_at(store, lambda tx: list(tx.quarantine.all_keys())):
-                try:
-                    entry = self.quarantined_at(store.facts.shard, number)
-                except CorruptRecord as error:
-                    self.damaged.append(f"quarantined {number}: {error}")
-                    continue
-                if entry is not None:  # else it has made room meanwhile
-                    yield entry
+        for (number,) in look_at(self.store, lambda tx: list(tx.quarantine.all_keys())):
+            try:
+                entry = self.quarantined_at(number)
+            except CorruptRecord as error:
+                self.damaged.append(f"quarantined {number}: {error}")
+                continue
+            if entry is not None:  # else it has made room meanwhile
+                yield entry
 
-    def quarantined_at(self, shard: int, number: int) -> Quarantined | None:
-        """What a shard set aside under this number; None where it is not there.
+    def quarantined_at(self, number: int) -> Quarantined | None:
+        """What was set aside under this number; None where it is not there.
 
         Raises:
             CorruptRecord: it is damaged.
         """
-        for store in self.stores:
-            if store.facts.shard == shard:
-                value = look_at(store, lambda tx: tx.quarantine.get(number))
-                return None if value is None else Quarantined(shard, number, SetAside.of(value))
-        return None
+        value = look_at(self.store, lambda tx: tx.quarantine.get(number))
+        return None if value is None else Quarantined(number, SetAside.of(value))
 
 
 def look_at(store: Store, look: Callable[[Transaction], T]) -> T:
@@ -305,7 +280,7 @@ class _Reader:
             return None
         prompt_id, oldest = group.prompt_id, None if group.oldest is None else tx.state.effective(group.oldest)
         tries = self._whole(f"the success of prompt {prompt_id}", lambda: tx.tries.get(prompt_id))
-        view = GroupView(self._store.facts.shard, group, oldest, tries)
+        view = GroupView(group, oldest, tries)
         if not self._wanted.accepts(view):
             return None
         return replace(view, samples=self._samples(tx, group)) if with_samples else view

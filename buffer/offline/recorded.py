@@ -23,14 +23,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from buffer.config import MAX_GROUP_SIZE, BufferConfig
+from buffer.core import BufferCore
 from buffer.errors import StoreError
 from buffer.ingest import PushedRow, faults, rows_of
 from buffer.offline.inspect import Inspection, Selection, joined
 from buffer.offline.sample_file import SUFFIXES, BadRows, batches_of, read_samples
 from buffer.rows import RowBytes, flat_values, list_array
 from buffer.schema import SCHEMA
-from buffer.sharding.core import ShardCore
-from buffer.sharding.division import store_folders
 from buffer.store import Store, is_served
 from buffer.tables import Group, Incarnation
 from buffer.transaction import Transaction
@@ -85,7 +84,7 @@ class Recorded:
         """
         if path.is_dir():
             with Inspection.open(path) as inspection:
-                if any(is_served(store) for store in store_folders(inspection.folder)):
+                if is_served(inspection.folder):
                     raise StoreError(
                         f"the buffer in {inspection.folder} is being written by a run that lives: wait for its end, or "
                         "train on an export of it, as leeway buffer export writes one"
@@ -203,7 +202,7 @@ def fill(folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded
 
     Args:
         folder: of the store, which is not there yet.
-        facts: of the run; its only shard.
+        facts: of the run.
         config: of its buffer.
         recorded: what `survey` looked at.
         newest: as it was found there.
@@ -211,7 +210,7 @@ def fill(folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded
     Raises:
         StoreError: the store cannot be made or written.
     """
-    core = ShardCore(config, facts, clock=lambda: 0.0)
+    core = BufferCore(config, facts, clock=lambda: 0.0)
     num_samples = 0
     store = Store(folder, facts, durability="os")  # synced when it is closed: until then nobody counts on it
     try:
@@ -230,7 +229,7 @@ def _begin(tx: Transaction, newest: Mapping[int, int]) -> None:
     tx.state.incarnations = [*over, Incarnation("recorded", RECORDED_VERSION, 0)]
 
 
-def _enter(core: ShardCore, batch: pa.RecordBatch, tx: Transaction) -> None:
+def _enter(core: BufferCore, batch: pa.RecordBatch, tx: Transaction) -> None:
     core.groups.prepare(tx)
     scores = SCHEMA.get_field_index("reference_logprobs")
     # they are of the reference of another run; this one scores with its own

@@ -36,7 +36,6 @@ from common.user_input import did_you_mean
 
 STATE = pa.schema(
     [
-        pa.field("shard", pa.int32(), nullable=False),
         pa.field("record_id", pa.int64(), nullable=False),
         pa.field("state", pa.string(), nullable=False),
         pa.field("uses", pa.int64(), nullable=False),
@@ -81,15 +80,14 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> ParquetExpo
     if not path.name or path.is_dir():
         raise StoreError(f"{path} is a folder: give the export the name of a file, as in samples.parquet")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may write to the same name
-    states = inspection.states()
-    first = inspection.stores[0]
-    metadata = {**(SCHEMA.metadata or {}), b"run_id": first.facts.run_id, b"facts": first.facts.model_dump_json()}
+    state, facts = inspection.state(), inspection.store.facts
+    metadata = {**(SCHEMA.metadata or {}), b"run_id": facts.run_id, b"facts": facts.model_dump_json()}
     schema = pa.schema([*SCHEMA, *STATE], metadata=metadata)
     num_groups = num_rows = 0
     try:
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for groups in batches_of(inspection.groups(wanted, with_samples=True)):
-                table = _table(groups, states, schema)
+                table = _table(groups, state, schema)
                 writer.write_table(table)
                 num_groups += len(groups)
                 num_rows += table.num_rows
@@ -136,32 +134,28 @@ def batches_of(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
         yield batch
 
 
-def _table(groups: Sequence[GroupView], states: Mapping[int, StoreState], schema: pa.Schema) -> pa.Table:
+def _table(groups: Sequence[GroupView], state: StoreState, schema: pa.Schema) -> pa.Table:
     rows = [(group, sample) for group in groups for sample in group.samples]
     batch = joined([sample for _, sample in rows])
     columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
-    columns |= _state_columns(rows, columns["spans"], states)
+    columns |= _state_columns(rows, columns["spans"], state)
     arrays = [pa.array(columns[field.name], field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _state_columns(
-    rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, states: Mapping[int, StoreState]
-) -> dict[str, Any]:
+def _state_columns(rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, state: StoreState) -> dict[str, Any]:
     of_samples = [group.row.sample_states[sample.sample_index] for group, sample in rows]
     groups = [group.row for group, _ in rows]
     uses = [row.trained_at[-1] if state == "trained" else None for row, state in zip(groups, of_samples, strict=True)]
 
     @cache
-    def started(shard: int, last: float) -> dict[int, int]:
+    def started(last: float) -> dict[int, int]:
         """From which version each incarnation started; later ones than the one that trained do not change a lag."""
-        return {number: version for number, version in states[shard].resumed_at.items() if number <= last}
+        return {number: version for number, version in state.resumed_at.items() if number <= last}
 
-    lasts = [inf if use is None else use.incarnation for use in uses]
-    starts = [started(group.shard, last) for (group, _), last in zip(rows, lasts, strict=True)]
+    starts = [started(inf if use is None else use.incarnation) for use in uses]
     oldest, newest = version_bounds(spans, starts)
     return {
-        "shard": [group.shard for group, _ in rows],
         "record_id": [sample.record_id for _, sample in rows],
         "state": of_samples,
         "uses": [row.uses if state == "trained" else 0 for row, state in zip(groups, of_samples, strict=True)],

@@ -20,7 +20,6 @@ from buffer.errors import CorruptRecord, StoreError
 from buffer.ledger import COMMITTED_STATES, COUNTS
 from buffer.offline.inspect import look_at
 from buffer.rows import group_of, records_in
-from buffer.sharding.division import store_folders
 from buffer.store import DATA, Store, own
 from buffer.tables import NO_RECORD, DrawRecord
 from buffer.transaction import TABLES, Transaction
@@ -192,24 +191,19 @@ class Compacted(NamedTuple):
     after_bytes: int
 
 
-def compact(folder: Path) -> list[Compacted]:
-    """Compact every store of a buffer folder.
+def compact(folder: Path) -> Compacted:
+    """Compact the store of a buffer folder.
 
     Raises:
         StoreError: its service runs, it cannot be read, or there is no room for a second copy. The old
             file is then still there.
     """
-    folders = store_folders(folder)
-    for each in folders:
-        Store(each, None).close()  # it can be read, and was not cut off
-    locks: list[int] = []
+    Store(folder, None).close()  # it can be read, and was not cut off
+    lock = own(folder)
     try:
-        for each in folders:
-            locks.append(own(each))  # noqa: PERF401 -- those taken must be given back where the next one fails
-        return [_compact(each) for each in folders]
+        return _compact(folder)
     finally:
-        for lock in locks:
-            os.close(lock)
+        os.close(lock)
 
 
 def _compact(folder: Path) -> Compacted:

@@ -176,7 +176,7 @@ def check_ports(config: Config) -> list[Finding]:
     from common.rpc.auth import LOOPBACK
 
     buffer, weights, metrics = config.buffer, config.weight_sync, config.tracking.prometheus_port
-    named = [("buffer.port", buffer.host, buffer.port + shard) for shard in range(buffer.shards) if buffer.port]
+    named = [("buffer.port", buffer.host, buffer.port)] * bool(buffer.port)
     named += [("weight_sync.port", weights.host, weights.port)] * bool(weights.port and weights.transport != "folder")
     named += [("tracking.prometheus_port", LOOPBACK, metrics)] if metrics else []
     found: list[Finding] = []

@@ -403,7 +403,6 @@ class Observer:
             nonsense_by_sender={sender: told.count for sender, told in status.nonsense.items()},
             fidelity_ks=status.fidelity.ks,
             is_draining=status.draining,
-            silent_shards=list(status.silent_shards),
         )
 
     # --- the file ---------------------------------------------------------------------------------
@@ -446,7 +445,7 @@ class Observer:
 
 
 def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:
-    """What the shards of an evaluation add up to."""
+    """What the parts of an evaluation add up to."""
     greedy = sum((result.greedy for result in results), start=EvalCounts())
     sampled = sum((result.sampled for result in results), start=EvalCounts())
     versions = sorted({result.version for result in results})

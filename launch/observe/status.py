@@ -119,7 +119,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The replay buffer, all shards together."""
+    """The replay buffer."""
 
     sampler: str = ""
     ready_groups: int
@@ -132,7 +132,6 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     nonsense_by_sender: dict[str, int] = {}
     fidelity_ks: float
     is_draining: bool
-    silent_shards: list[int]
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -423,8 +422,6 @@ def waits(status: RunStatus, now_s: float) -> list[str]:
     learner = status.learner
     found = [f"the learner waits for {learner.waits_for}"] if learner.waits_for else []
     found += [f"published weights wait for {learner.publishing}"] if learner.publishing else []
-    if status.buffer is not None and status.buffer.silent_shards:
-        found.append(f"everyone waits for shards {status.buffer.silent_shards} of the buffer, which do not answer")
     groups: dict[tuple[str, str], list[ActorStatus]] = {}
     for actor in sorted(status.actors, key=lambda actor: actor.name):
         if actor.waits_for:

@@ -1,8 +1,8 @@
-"""Services of a run: processes that each serve at an address, and are started again there where they end.
+"""Services of a run: processes that each serve at an address, and are started again there when they end.
 
-Services        starts them, watches them, knows their addresses
-BufferServices  the replay buffer, one process per shard, and the launcher's own client of it
-WeightServices  the weight service, which holds the published versions and outlives the learner; one, or none
+ServiceHost  starts one, watches it, knows its address
+BufferHost   the replay buffer, and the launcher's own client of it
+WeightsHost  the weight service, which holds the published versions and outlives the learner; a run may have none
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import ray
 
 from buffer.client import BufferClient
-from buffer.errors import BufferError, StoreError
-from buffer.sharding.client import ShardedClient, open_client
-from buffer.sharding.division import new_folders
+from buffer.errors import BufferError
 from buffer.store import PORT as BUFFER_PORT
 from common.rpc.auth import ServiceKeys, is_loopback
 from common.rpc.server import forget_port
@@ -118,40 +116,44 @@ class WeightsRole(_ServiceRole):
         return WeightService(config, run_id, folder, keys=keys)
 
 
-class Services(ABC):
-    """Starts services of one kind, and starts again on its own store whichever ends; the others go on meanwhile.
+class ServiceHost(ABC):
+    """Starts a service, and starts it again on its own store when it ends.
 
-    The role of each has the methods `bind`, which gives its address, `serve`, which ends with the process, and `stop`.
+    Its role has the methods `bind`, which gives its address, `serve`, which ends with the process, and `stop`.
     """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    """Its name in messages."""
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
         self._notify = notify
         self._check = check
         self.processes: list[RoleProcess] = []
-        """By number, as the addresses."""
-        self.addresses: list[str] = []
+        """One, or none before it serves and where the run has no such service."""
+        self.address = ""
         """A service that is started again finds its socket or its port in its folder, and so keeps its address."""
 
     def watch(self) -> None:
-        """Start again what has ended.
+        """Start the service again if it has ended.
 
         Raises:
             RunFailed: it ended too often.
         """
         self._check()
-        for process in list(self.processes):
+        for process in self.processes:
             if not done(process.running):
                 continue
-            who, why = self._who(process.number), outcome(process.running)
+            why = outcome(process.running)
             if process.restarts.are_spent:
                 times = process.restarts.in_a_row + 1
-                raise RunFailed(f"{who} ended {times} times in a row, last: {why}; {process.see}")
-            self._notify("restart", f"{who} ended ({why}) and is started again on the same store")
+                raise RunFailed(f"{self.title} ended {times} times in a row, last: {why}; {process.see}")
+            self._notify("restart", f"{self.title} ended ({why}) and is started again on the same store")
             self._start_again(process)
 
     def ask_to_stop(self) -> list[Any]:
-        """Let them end after the request at hand; the pending calls that end with them."""
+        """Let it end after the request at hand; return the pending calls that end with it."""
         there = [process for process in self.processes if process.handle is not None]
         calls = [[process.handle.stop.remote(), process.running] for process in there]
         return [call for pair in calls for call in pair if call is not None]
@@ -163,29 +165,22 @@ class Services(ABC):
         self.processes = []
 
     @abstractmethod
-    def _who(self, number: int) -> str:
-        """A service, for people."""
-
-    @abstractmethod
-    def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
+    def _role(self) -> tuple[type, tuple[object, ...]]:
         """The role that hosts it, and its arguments; it finds the store and the port of an earlier process."""
 
     @property
     def _logs(self) -> str:
         return ", ".join(str(process.log) for process in self.processes)
 
-    def _serve(self, name: str, numbers: Iterable[int], deadline: float) -> None:
-        """Start those with these numbers, which follow the ones that are there; returns when they serve."""
-        fresh = []
-        for number in numbers:
-            log, restarts = self._plan.folder.log(name, number), Restarts(self._plan.config.launch.max_restarts)
-            fresh.append(RoleProcess(name, number, self._spawn(number, log), log, restarts))
-        for process in fresh:
-            self.addresses.append(self._bind(process, deadline))
-            self.processes.append(process)
+    def _serve(self, deadline: float) -> None:
+        """Start it; returns when it serves."""
+        log, restarts = self._plan.folder.log(self.name, 0), Restarts(self._plan.config.launch.max_restarts)
+        process = RoleProcess(self.name, 0, self._spawn(log), log, restarts)
+        self.address = self._bind(process, deadline)
+        self.processes.append(process)
 
-    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
-        role, arguments = self._role(number)
+    def _spawn(self, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
+        role, arguments = self._role()
         variables = self._plan.config.launch.env
         return spawn(role, log, *arguments, on=here(), concurrency=3, variables=variables)
 
@@ -194,16 +189,16 @@ class Services(ABC):
         while True:
             process.forget()
             process.restarts.count()
-            process.handle = self._spawn(process.number, process.log)
+            process.handle = self._spawn(process.log)
             deadline = time.monotonic() + self._plan.config.startup_timeout_s
             try:
-                self.addresses[process.number] = self._bind(process, deadline)
+                self.address = self._bind(process, deadline)
             except RunFailed as error:
                 self._check()
                 ray.kill(process.handle, no_restart=True)
                 if process.restarts.are_spent:
                     raise
-                self._notify("restart", f"{self._who(process.number)} is started once more: {error}")
+                self._notify("restart", f"{self.title} is started once more: {error}")
             else:
                 return
 
@@ -214,32 +209,27 @@ class Services(ABC):
         return str(address)
 
 
-class BufferServices(Services):
-    """The buffer: one service per shard, and a client of all."""
+class BufferHost(ServiceHost):
+    """The buffer's service, and a client of it."""
+
+    name, title = "buffer", "the buffer service"
 
     def __init__(self, plan: Plan, facts: RunFacts, notify: Notify, check: Check = lambda: None) -> None:
         super().__init__(plan, notify, check)
         self._facts = facts
         self._config = plan.config.buffer
-        self._client: BufferClient | ShardedClient | None = None
+        self._client: BufferClient | None = None
 
     def start(self, deadline: float) -> None:
-        """Start all services, and connect to them.
+        """Start the service, and connect to it.
 
         Raises:
-            RunFailed: one did not start or does not answer, or the folder has a buffer of other shards.
+            RunFailed: it did not start or does not answer.
         """
-        try:
-            folders = new_folders(self._plan.folder.buffer, self._config.shards)
-        except StoreError as error:
-            raise RunFailed(str(error)) from error
-        for folder in folders:
-            forget_port(folder / BUFFER_PORT)
-        # The first one alone: where its store refuses the number of shards, no other is made.
-        self._serve("buffer", [0], deadline)
-        self._serve("buffer", range(1, self._config.shards), deadline)
-        self._client = open_client(
-            self.addresses,
+        forget_port(self._plan.folder.buffer / BUFFER_PORT)
+        self._serve(deadline)
+        self._client = BufferClient(
+            self.address,
             run_id=self._plan.run_id,
             role="launch",
             name="launch",
@@ -251,7 +241,7 @@ class BufferServices(Services):
         except BufferError as error:
             raise RunFailed(f"the buffer service does not answer: {error}; see {self._logs}") from error
 
-    def ask(self, request: Callable[[BufferClient | ShardedClient], Future[R]]) -> R:
+    def ask(self, request: Callable[[BufferClient], Future[R]]) -> R:
         """Ask the buffer; a service that is down is started again, and the client sends again.
 
         Raises:
@@ -270,7 +260,7 @@ class BufferServices(Services):
                 self.watch()
                 if time.monotonic() > deadline:
                     raise RunFailed(
-                        f"the buffer service at {', '.join(self.addresses)} did not answer for "
+                        f"the buffer service at {self.address} did not answer for "
                         f"buffer.give_up_after_s = {limit_s:g} s; see {self._logs}"
                     ) from None
 
@@ -279,24 +269,15 @@ class BufferServices(Services):
             self._client.close()
             self._client = None
 
-    def _who(self, number: int) -> str:
-        return "the buffer service" + (f" of shard {number}" if self._config.shards > 1 else "")
-
-    def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
-        port = self._config.port + number if self._config.port else 0
-        config = self._config.model_copy(update={"port": port})
-        folder = new_folders(self._plan.folder.buffer, self._config.shards)[number]
-        facts = self._facts.model_copy(update={"shard": number})
-        return BufferRole, (config, facts, folder, self._plan.service_keys, self._plan.is_cluster)
+    def _role(self) -> tuple[type, tuple[object, ...]]:
+        plan = self._plan
+        return BufferRole, (self._config, self._facts, plan.folder.buffer, plan.service_keys, plan.is_cluster)
 
 
-class WeightServices(Services):
-    """The weight service, where weights may travel over the network."""
+class WeightsHost(ServiceHost):
+    """The weight service, where weights may travel over the network. Its address is '' where they never do."""
 
-    @property
-    def address(self) -> str:
-        """Empty where every weight travels through the folder."""
-        return next(iter(self.addresses), "")
+    name, title = "weights", "the weight service"
 
     def start(self, deadline: float) -> None:
         """Start the service, if the run has one.
@@ -306,11 +287,8 @@ class WeightServices(Services):
         """
         if self._plan.config.weight_sync.transport != "folder":
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
-            self._serve("weights", [0], deadline)
+            self._serve(deadline)
 
-    def _who(self, number: int) -> str:
-        return "the weight service"
-
-    def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
+    def _role(self) -> tuple[type, tuple[object, ...]]:
         config, plan = self._plan.config.weight_sync, self._plan
         return WeightsRole, (config, plan.run_id, plan.weights_folder, plan.service_keys, plan.is_cluster)

@@ -25,7 +25,7 @@ from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
 from launch.processes.role_process import Notify, RunFailed, done, results
-from launch.processes.services import BufferServices, WeightServices
+from launch.processes.services import BufferHost, WeightsHost
 
 GOODBYE_S = 15.0
 """How long actors and services may take to end by themselves before they are killed."""
@@ -52,8 +52,8 @@ class Supervisor:
         self._context = context
         self._notify = notify
         self._ray: RayWatch | None = None
-        self._buffer = BufferServices(plan, context.facts, notify, self._check_ray)
-        self._weights = WeightServices(plan, notify, self._check_ray)
+        self._buffer = BufferHost(plan, context.facts, notify, self._check_ray)
+        self._weights = WeightsHost(plan, notify, self._check_ray)
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
         self._helpers = (Scorers(plan, notify), RankerService(plan, notify))
@@ -85,8 +85,8 @@ class Supervisor:
         self.learner.spawn()
         self._weights.start(deadline)
         self._buffer.start(deadline)
-        addresses = tuple(self._buffer.addresses)
-        context = replace(self._context, buffer_addresses=addresses, weights_address=self._weights.address)
+        buffer, weights = self._buffer.address, self._weights.address
+        context = replace(self._context, buffer_address=buffer, weights_address=weights)
         calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
         for helpers in self._helpers:
             helpers.start(context)

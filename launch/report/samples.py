@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
-from buffer.length_model import NUM_BUCKETS, LengthCounts, LengthFidelity, bounds_of
+from buffer.length_model import LengthFidelity, bounds_of
 from common.staleness import PolicyVersion, effective_version
 from launch.text import TextOf, printable
 
@@ -98,13 +98,13 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
 
     deadline = clock() + limit_s
     with Inspection.open(root) as inspection:
-        totals, states = inspection.totals(), inspection.states().values()
+        totals, state = inspection.totals(), inspection.state()
         data = BufferData(
             num_groups=totals.num_groups,
             ledger=totals.ledger,
-            generated=_mean([state.fidelity.generated for state in states]),
-            trained=_mean([state.fidelity.trained for state in states]),
-            fidelity=LengthFidelity.worst(state.length_fidelity for state in states) if states else LengthFidelity(),
+            generated=state.fidelity.generated.shares(),
+            trained=state.fidelity.trained.shares(),
+            fidelity=state.length_fidelity,
         )
         chooser = _Chooser()
         for group in inspection.groups(Selection()):
@@ -122,13 +122,6 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
             data.trajectories += _shown(inspection, place, kind, decode)
         data.damaged = list(dict.fromkeys(inspection.damaged))
         return data
-
-
-def _mean(shards: Sequence[LengthCounts]) -> list[float]:
-    """The shares of the buckets, of all shards together."""
-    whole = sum(shard.total for shard in shards) or 1.0
-    shares = [(shard.total / whole, shard.shares()) for shard in shards]
-    return [sum(weight * of_shard[i] for weight, of_shard in shares) for i in range(NUM_BUCKETS)]
 
 
 def length_label(bucket: int) -> str:
@@ -222,7 +215,7 @@ def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None
         uses = group.row.trained_at
         if not uses or group.row.sample_states[sample.sample_index] != "trained":
             continue
-        resumed = inspection.states()[group.shard].resumed_at
+        resumed = inspection.state().resumed_at
         starts = {number: version for number, version in resumed.items() if number <= uses[-1].incarnation}
         data.num_lag_samples += 1
         for span in row["spans"]:

@@ -55,7 +55,7 @@ def context(tmp_path):
             tmp_path,
             facts,
             model_path=MODEL,
-            buffer_addresses=(address,),
+            buffer_address=address,
             actors=actors,
             task=task,
             weight_sync=WeightSyncConfig(max_lag=2),
@@ -74,7 +74,7 @@ async def drawn(learner, step, version):
 
 @pytest.mark.full  # the same holds for the actors of test_life_of_a_run.py, in roles of their own
 async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(context):
-    (address,) = context.buffer_addresses
+    address = context.buffer_address
     learner = BufferClient(address, run_id="e2e", role="learner", name="learner", config=BufferConfig())
     learner.connect()
     await reply(learner.begin_incarnation(0, 0))

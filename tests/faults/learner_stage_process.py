@@ -80,7 +80,7 @@ def context_of(orders: dict) -> RunContext:
         facts,
         **models,
         model_path=Path(orders["model_path"]),
-        buffer_addresses=(orders["buffer_address"],),
+        buffer_address=orders["buffer_address"],
         learner=config,
         algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
         weight_sync=knobs,

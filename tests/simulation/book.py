@@ -1,6 +1,6 @@
 """The buffer as a plain dictionary of groups: the policy with nothing else around it.
 
-It keeps the rules of `buffer.leases`, `draws` and `steps` that concern lag and progress, for one shard and
+It keeps the rules of `buffer.leases`, `draws` and `steps` that concern lag and progress, for
 single use, oldest first, and asks the same `StalenessContract`.
 """
 

@@ -78,7 +78,7 @@ class Learner:
         self.checkpoints.mkdir(parents=True)
         self.context = dataclasses.replace(
             plan.context(folder, plan.model),
-            buffer_addresses=("tcp://buffer:1",),
+            buffer_address="tcp://buffer:1",
             weights_address="tcp://weights:1",
         )
         self.stages = LearnerGroup(plan, lambda kind, text: self.events.append((kind, text)))

@@ -54,7 +54,6 @@ def status(**fields: object) -> SimpleNamespace:
         "version": 7,
         "draining": False,
         "fidelity": LengthFidelity(0.01),
-        "silent_shards": [],
     }
     return SimpleNamespace(**{**values, **fields})
 

@@ -101,7 +101,6 @@ def write_end(run: RunFolder, num_steps: int) -> None:
         failed_by_reason={NASTY: 1},
         fidelity_ks=0.0,
         is_draining=True,
-        silent_shards=[],
     )
     facts = {"run": run.name, "run_id": "1", "folder": str(run.root), "pid": 1, "host": "here", "started_s": START_S}
     figures = {

@@ -73,7 +73,7 @@ async def test_an_engine_loads_what_is_made_of_the_model_on_its_own_host(tmp_pat
     monkeypatch.setattr(loop, "_load", lambda _: (SimpleNamespace(rewards=()), None))
     monkeypatch.setattr(loop, "Scorer", lambda *_: scorer(half))
     monkeypatch.setattr(loop, "open_puller", lambda *_, **__: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(loop, "open_client", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(loop, "BufferClient", lambda *_, **__: SimpleNamespace(close=lambda: None))
     with pytest.raises(EngineDead):
         await loop.assemble(run_context(tmp_path / "elsewhere", model_path=tmp_path / "model"), 0)
     assert loaded == list((tmp_path / "this-host" / "leeway" / "serving_models").glob("llama-*"))

@@ -45,7 +45,7 @@ class World:
         return made
 
     def ranker(self):
-        return Ranker(replace(self.context, model_path=DEMO.parent / "demo_model", buffer_addresses=(self.address,)))
+        return Ranker(replace(self.context, model_path=DEMO.parent / "demo_model", buffer_address=self.address))
 
     def length(self, prompt):
         return 1 + int(self.problems[prompt].text[0])
@@ -89,10 +89,10 @@ def test_what_was_seen_foretells_the_others_and_is_told_again_to_a_service_that_
     world.close()
     world.serve()
     asking = world.client("ranker", "another")
-    (told,) = asking.visits().result(30)
+    told = asking.visits().result(30)
     assert (told.num_seen, told.is_expecting) == (SEEN, False)
     assert ranker.look() is not None
-    (told,) = asking.visits().result(30)
+    told = asking.visits().result(30)
     assert (told.num_seen, told.is_expecting) == (SEEN, True)
     asking.close(1.0)
 
@@ -115,7 +115,7 @@ def test_what_is_no_expectation_of_this_run_is_refused(world):
     for means in (np.zeros(NUM_PROMPTS + 1, np.float32), np.full(NUM_PROMPTS, np.nan, np.float32)):
         with pytest.raises(BufferRefused, match="whose ids are 0 to 399"):
             asking.expect(means, 1.0).result(30)
-    (told,) = asking.visits().result(30)
+    told = asking.visits().result(30)
     assert not told.is_expecting
     asking.close(1.0)
 

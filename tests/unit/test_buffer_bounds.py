@@ -9,7 +9,8 @@ import pytest
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
-from tests.world.buffer import Actor, InProcessBuffer, facts, generate
+from buffer.steps import MAX_BEHIND
+from tests.world.buffer import Actor, generate
 
 LARGEST = 2**53
 
@@ -54,19 +55,16 @@ def test_reward_parts_beyond_any_sum_are_set_aside(make):
         p.BeginIncarnation("s", 0, 2**64 - 1),
         p.BeginIncarnation("s", LARGEST + 1, 0),
         p.BeginIncarnation("s", -1, 0),
-        p.BeginIncarnation("s", 0, 0, at_least=-1),
         p.Published(0, 2**63),
         p.Published(-2, 0),
-        p.StepFinished(1, 2**63, 0, took_part=False),
+        p.StepFinished(1, 2**63, 0),
         p.StepFinished(-1, 1, 0),
         p.CheckpointDurable(-5, 0),
         p.Renew("a", 1, [1, 2**64 - 1]),
         p.GiveUp("a", 1, 1, 1, [-1], ""),
         p.LeaseRequest("a", 1, 0, -1),
         p.Push("a", -1),
-        p.PlanRequest(1, 2**60, 0),
         p.DrawRequest(1, 0, 0, 0, 0.0),
-        p.DrawRequest(1, 0, 0, 2, 0.0, {0: -5, 1: 7}),
         p.DrawRequest(1, 0, 0, 2, math.nan),
         p.DrawRequest(1, 0, 0, 2, math.inf),
     ],
@@ -79,10 +77,9 @@ def test_a_header_with_a_number_out_of_range_is_no_message(message):
 @pytest.mark.parametrize(
     "message",
     [
-        p.BeginIncarnation("s", LARGEST, LARGEST, at_least=LARGEST),
+        p.BeginIncarnation("s", LARGEST, LARGEST),
         p.StepFinished(LARGEST, LARGEST, -1),
-        p.PlanRequest(1, 0, 0),
-        p.DrawRequest(1, 0, 0, 1, -0.5, {0: 1, 7: 0}),
+        p.DrawRequest(1, 0, 0, 1, -0.5),
         p.Renew("a", 0, [0, LARGEST]),
     ],
 )
@@ -108,38 +105,21 @@ def test_versions_that_the_learner_cannot_be_at_are_refused_and_drop_nothing(mak
     buffer.begin()
     generate(buffer, actor, 4)
     far = 10**6
-    for message in (p.PlanRequest(1, far, 0), p.Published(0, far), p.StepFinished(1, far, 0, took_part=False)):
-        with pytest.raises(BufferRefused, match=str(far)):
-            buffer.ask(message, p.Message)
+    with pytest.raises(BufferRefused, match=str(far)):
+        buffer.ask(p.Published(0, far), p.Message)
     with pytest.raises(BufferRefused, match="cannot train at version 1000000"):
-        ask_for(buffer, p.DrawRequest(1, far, 0, 2, 0.0, {0: 2}))
+        ask_for(buffer, p.DrawRequest(1, far, 0, 2, 0.0))
     status = buffer.status()
     assert (status.num_ready_groups, status.version, status.newest) == (4, 0, (0, 0))
 
 
-def test_one_of_several_shards_may_have_missed_some_versions_but_not_any_number(tmp_path):
-    shard = InProcessBuffer(tmp_path / "shard", facts(num_prompts=60, shard=0, num_shards=2))
-    shard.begin()
-    assert shard.ask(p.PlanRequest(901, 900, 0), p.PlanReply).num_eligible == 0
-    with pytest.raises(BufferRefused, match="cannot train at version 1025"):
-        shard.ask(p.PlanRequest(1026, 1025, 0), p.PlanReply)
-    shard.close()
-
-
-@pytest.mark.parametrize("plan", [{0: 1, 1: 1}, {0: 3, 1: -1}, {0: 2, 2**60: 0}])
-def test_a_plan_for_shards_that_are_not_there_is_refused(make, plan):
+def test_news_of_a_publication_may_be_early_by_some_steps_but_not_by_any_number(make):
     buffer = make()
     buffer.begin()
-    with pytest.raises(BufferRefused, match="the shards are 0 to 0"):
-        ask_for(buffer, p.DrawRequest(1, 0, 0, plan[0], 0.0, plan))
-
-
-def test_an_incarnation_of_any_number_is_not_made_up(make):
-    buffer = make()
-    buffer.begin()
-    with pytest.raises(BufferRefused, match="incarnation 1025 cannot follow on incarnation 0"):
-        buffer.ask(p.BeginIncarnation("other", 0, 0, at_least=1025), p.IncarnationReply)
-    assert buffer.ask(p.BeginIncarnation("other", 0, 0, at_least=1024), p.IncarnationReply).incarnation == 1024
+    buffer.publish(MAX_BEHIND)
+    with pytest.raises(BufferRefused, match=f"cannot be at version {MAX_BEHIND + 1}"):
+        buffer.publish(MAX_BEHIND + 1)
+    assert buffer.status().newest == (0, MAX_BEHIND)
 
 
 def test_before_a_learner_has_begun_nothing_is_published(make):

@@ -285,7 +285,5 @@ def test_requests_that_contradict_the_run_are_refused(make):
         buffer.draw(1, 3)
     with pytest.raises(BufferRefused, match="never drawn"):
         buffer.finish(5, 6)
-    with pytest.raises(BufferRefused, match="this is shard 0 of 1"):
-        buffer.ask(p.Hello("actor", "x", "s", shard=1, num_shards=2), p.Welcome)
     with pytest.raises(BufferRefused, match="Hello first"):
         buffer.lease("stranger", 1)

@@ -22,7 +22,7 @@ def stored(buffer):
 
 
 def found(buffer, by, newest_first=False, **limits):
-    groups = Inspection(buffer.folder, [buffer.store]).groups(Selection(**limits), by=by, newest_first=newest_first)
+    groups = Inspection(buffer.store).groups(Selection(**limits), by=by, newest_first=newest_first)
     return [group.row.group_id for group in groups]
 
 

@@ -212,7 +212,7 @@ def test_compaction_leaves_out_free_pages_and_nothing_else(run, tmp_path):
             with env.begin(write=True) as txn:
                 for key in (b"bulk-1", b"bulk-2"):
                     txn.put(key, value, db=bulk) if value else txn.delete(key, db=bulk)
-    (done,) = compact(folder)
+    done = compact(folder)
     assert done.after_bytes < done.before_bytes - 2**20
     assert (folder / "data.mdb").stat().st_size == done.after_bytes
     assert not (folder / "compacting").exists()

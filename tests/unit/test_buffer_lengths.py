@@ -11,7 +11,6 @@ from buffer.length_model import (
     NUM_BUCKETS,
     Fidelity,
     LengthCounts,
-    LengthFidelity,
     bounds_of,
     bucket_of,
     ks_distance,
@@ -95,11 +94,6 @@ def test_the_ratio_of_the_95th_percentiles_tells_starved_long_answers_to_a_bucke
     exact = np.quantile(kept, 0.95) / np.quantile(lengths, 0.95)
     assert exact < 0.7
     assert fidelity.now.p95_ratio == pytest.approx(exact, rel=0.1)
-
-
-def test_of_several_shards_the_worst_counts_in_each_figure():
-    parts = [LengthFidelity(0.1, 1.5), LengthFidelity(0.3, 0.5), LengthFidelity(0.2, 1.0)]
-    assert LengthFidelity.worst(parts) == LengthFidelity(0.3, 0.5)
 
 
 # --- fidelity ---------------------------------------------------------------------------------------

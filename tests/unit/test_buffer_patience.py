@@ -167,7 +167,7 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
     service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 10.0})
-    context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_addresses=(service.address,))
+    context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_address=service.address)
     coordinator = Coordinator(context, None, 64)
     has_space, now = space_on_disk(service, monkeypatch)
     began = now()
@@ -192,7 +192,7 @@ def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
     service, channel = serve(), SimpleNamespace(send=lambda *_: None)
     sections = {"buffer": CONFIG, "learner": LearnerConfig(batch_timeout_s=1.0)}
-    context = run_context(tmp_path, facts(max_lag="unbounded"), **sections, buffer_addresses=(service.address,))
+    context = run_context(tmp_path, facts(max_lag="unbounded"), **sections, buffer_address=service.address)
     coordinator = Coordinator(context, channel, 64)
     coordinator.begin(0, 0, time.monotonic() + LIMIT_S)
     coordinator.published(PolicyVersion(0, 0))

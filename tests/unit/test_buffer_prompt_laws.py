@@ -26,12 +26,10 @@ from buffer.dispatch import (
 )
 from buffer.errors import StoreError
 from buffer.length_model import LengthModel, Shape
-from buffer.sharding.client import ShardedClient
 from planning.buffer import SimulatedPrompts
 from planning.lengths import PromptStream
 from tests.unit.test_planning_simulator import world
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
-from tests.world.shards import InProcessShard, Shard
 
 TAU = 50.0
 
@@ -107,7 +105,7 @@ def by_posterior(num=40):
     model = SuccessModel(num, TAU)
     for prompt in range(num):
         model.see(prompt, 10**6 * (prompt % 4 > 0), 10**6 * (prompt % 4 < 3), 0)  # each fourth has half of it
-    return ByChance(np.arange(num), 7, model)
+    return ByChance(num, 7, model)
 
 
 def test_every_prompt_has_the_share_of_the_floor_and_the_rest_by_weight():
@@ -125,17 +123,17 @@ def test_prompts_are_drawn_by_their_chances():
     assert min(first[prompt] for prompt in range(40)) > 0
 
 
-@pytest.mark.parametrize("law", [by_posterior(), ByChance(np.arange(100, 140), 7)], ids=["posterior", "uniform"])
+@pytest.mark.parametrize("law", [by_posterior(), ByChance(40, 7)], ids=["posterior", "uniform"])
 def test_what_is_drawn_at_once_differs_and_is_the_same_when_it_is_asked_again(law):
     some = law.ahead(12, 8, 0)
     assert len(set(some.tolist())) == 8
     assert law.ahead(12, 8, 0).tolist() == some.tolist() != law.ahead(20, 8, 0).tolist()
     assert len(law.ahead(0, 40, 0)) == 10, "a quarter of the prompts: of all at once none would be preferred"
-    assert len(ByChance(np.arange(3), 7).ahead(0, 8, 0)) == 1
+    assert len(ByChance(3, 7).ahead(0, 8, 0)) == 1
 
 
 def test_the_order_of_an_epoch_goes_on_in_the_next():
-    law = EpochOrder(np.arange(10), 7)
+    law = EpochOrder(10, 7)
     order = [*order_of(7, 0, 10), *order_of(7, 1, 10), *order_of(7, 2, 10)]
     assert law.ahead(4, 20, 0).tolist() == order[4:24]
     assert [int(law.ahead(place, 1, 0)[0]) for place in range(30)] == order
@@ -330,28 +328,6 @@ def test_who_has_room_for_so_many_groups_gets_as_many_samples_and_no_more_than_o
     never_solved(run.buffer)
     for wanted, leased in ((1, 1), (3, 1), (4, 2), (7, 3)):
         assert len(run.actor.lease(wanted)) == leased, "each has as many samples as three of the usual size"
-
-
-def test_so_does_who_asks_several_shards(tmp_path):
-    config = BufferConfig(most_samples=12)
-    shards = [
-        Shard(tmp_path / str(n), facts(num_prompts=24, group_size=K, max_lag=16, shard=n, num_shards=2), config)
-        for n in range(2)
-    ]
-    actor, learner = (
-        ShardedClient([InProcessShard(shard, role=role, name=role, session="1") for shard in shards], config)
-        for role in ("actor", "learner")
-    )
-    for client in (actor, learner):
-        client.connect()
-    learner.begin_incarnation(0, 0).result(60)
-    learner.published(0, 0).result(60)
-    for shard in shards:
-        never_solved(shard.buffer)
-    assert len(actor.lease(3).result(60).leases) == 1
-    assert len(actor.lease(4).result(60).leases) == 2
-    actor.close()
-    learner.close()
 
 
 @pytest.mark.usefixtures("lasting")

@@ -23,7 +23,7 @@ def one_row(**columns):
 
 
 def quarantined(reason, data):
-    return Quarantined(0, 1, SetAside(reason, "", data))
+    return Quarantined(1, SetAside(reason, "", data))
 
 
 def shown(data):

@@ -35,7 +35,7 @@ def test_a_learner_may_resume_from_before_the_newest_durable_checkpoint(make, sa
     resumed(buffer, actor, range(5, 23))
 
 
-def test_an_offer_to_a_lost_step_gives_up_what_is_recorded_for_later_ones(make):
+def test_a_draw_of_a_lost_step_gives_up_what_is_recorded_for_later_ones(make):
     buffer = make(num_prompts=60, groups_per_step=1, max_lag="unbounded")
     actor = Actor(buffer)
     buffer.begin()
@@ -43,19 +43,8 @@ def test_an_offer_to_a_lost_step_gives_up_what_is_recorded_for_later_ones(make):
     buffer.ask(p.CheckpointDurable(4, 0), p.Done)
     buffer.begin(2, 2, session="again")
     assert buffer.status().num_drawn_groups == 4
-    assert "new leases wait" in buffer.ask(p.PlanRequest(3, 2, 1), p.PlanReply).waiting_for
-    assert buffer.status().num_drawn_groups == 0
-
-
-def test_an_offer_to_a_step_that_is_over_releases_nothing(make):
-    buffer = make(groups_per_step=1, max_lag="unbounded")
-    actor = Actor(buffer)
-    buffer.begin()
-    run_steps(buffer, actor, range(1, 4))
-    buffer.ask(p.CheckpointDurable(1, 0), p.Done)
-    buffer.begin(1, 1, session="again")
-    buffer.ask(p.PlanRequest(1, 1, 1), p.PlanReply)
-    assert buffer.status().num_drawn_groups == 2
+    assert buffer.draw(3, 2, incarnation=1)[0].ready
+    assert buffer.status().num_drawn_groups == 1
 
 
 def test_a_step_drawn_ahead_of_a_missing_one_keeps_its_batch(make):

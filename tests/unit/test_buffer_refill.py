@@ -5,12 +5,10 @@ import logging
 import pytest
 from pydantic import ValidationError
 
-from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.groups import most_set_aside
-from buffer.sharding.core import share_of
 from buffer.tables import Group
-from tests.world.buffer import Actor, facts, generate, train
+from tests.world.buffer import Actor, generate, train
 
 TELLS, EQUAL = (0.0, 1.0), (1.0,)
 """Rewards of a group."""
@@ -97,9 +95,8 @@ def test_what_the_bound_left_over_is_set_aside_before_the_next_step(make):
     buffer, actor = started(make, refill=0.5)
     _, *others, left = generate(buffer, actor, 4, EQUAL)
     assert train(buffer, 1).group_ids == others
-    offer = buffer.ask(p.PlanRequest(2, 1, 0), p.PlanReply)
-    assert (offer.num_eligible, counted(buffer, "uninformative")) == (0, [4])
     assert not buffer.draw(2, 1)[0].ready
+    assert counted(buffer, "uninformative") == [4]
     assert buffer.store.read(lambda tx: tx.groups.require(left).phase) == "closed"
 
 
@@ -183,26 +180,6 @@ def test_the_guard_of_lengths_sees_what_refilling_leaves_out(make, caplog):
 @pytest.mark.parametrize(("refill", "num_groups", "most"), [(0.0, 8, 0), (0.1, 8, 1), (1.1, 10, 11), (2.5, 3, 8)])
 def test_the_bound_is_a_multiple_of_the_step_rounded_up(refill, num_groups, most):
     assert most_set_aside(refill, num_groups) == most
-
-
-def test_a_shard_without_a_part_in_a_step_has_its_bound_anew_for_the_next(make):
-    buffer, actor = started(make, refill=0.5)
-    generate(buffer, actor, 2, EQUAL)
-    assert counted(buffer, "uninformative") == [2]
-    buffer.ask(p.StepFinished(1, 1, 0, took_part=False), p.Done)
-    generate(buffer, actor, 1, EQUAL)
-    assert counted(buffer, "uninformative") == [4]
-
-
-def test_every_shard_has_its_part_of_the_bound():
-    config, num_shards = BufferConfig(refill_uninformative=2.0), 2
-    shares = [
-        share_of(config, facts(num_prompts=1000, groups_per_step=8, num_shards=num_shards, shard=shard))
-        for shard in range(num_shards)
-    ]
-    parts = [share.config.refill_uninformative for share in shares]
-    assert sum(parts) == pytest.approx(2.0)
-    assert all(0.5 < part < 1.5 for part in parts)
 
 
 def test_it_is_refused_where_groups_of_a_prompt_are_compared_with_each_other():

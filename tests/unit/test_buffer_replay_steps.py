@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from buffer.config import BufferConfig
-from buffer.sharding.core import share_of
 from tests.world.buffer import Actor, InProcessBuffer, facts, train
 
 GROUPS_PER_STEP = 4
@@ -78,14 +77,6 @@ def test_no_step_waits_for_ever(steps, uses, max_lag, sampler):
         assert buffer.status().ledger["uses"] == 3 * uses * GROUPS_PER_STEP * buffer.facts.group_size
         assert max(leased) <= ceil(steps * GROUPS_PER_STEP) + 2 * GROUPS_PER_STEP
         assert buffer.faults() == []
-
-
-def test_shards_have_their_parts_of_it():
-    config = BufferConfig(sampler="uniform", max_uses=2, replay_steps=2.0)
-    where = {"num_prompts": 1000, "groups_per_step": 8, "num_shards": 2}
-    parts = [share_of(config, facts(shard=shard, **where)).config for shard in (0, 1)]
-    assert sum(part.replay_steps for part in parts) == pytest.approx(2.0)
-    assert all(1 <= part.most_alive(8) < 16 for part in parts)
 
 
 @pytest.mark.parametrize(

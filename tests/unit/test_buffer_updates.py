@@ -2,13 +2,12 @@
 
 import pytest
 
-from buffer import protocol as p
 from buffer.config import BufferConfig
+from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
-from buffer.sharding.core import ShardCore
 from buffer.store import Store
 from common.staleness import PolicyVersion
-from tests.world.buffer import Actor, InProcessBuffer, facts, generate
+from tests.world.buffer import Actor, facts, generate
 
 
 def started(make, **changes):
@@ -16,14 +15,6 @@ def started(make, **changes):
     actor = Actor(buffer)
     buffer.begin()
     return buffer, actor
-
-
-class ShardActor(Actor):
-    """An actor at one of two shards."""
-
-    def __init__(self, buffer):
-        self.buffer, self.name, self.seq = buffer, "actor-0", 0
-        self.epoch = buffer.ask(p.Hello("actor", "actor-0", "1", shard=0, num_shards=2), p.Welcome).epoch
 
 
 def take(buffer, step, version, after, incarnation=0):
@@ -196,39 +187,9 @@ def test_the_version_that_a_group_was_trained_at_is_that_of_the_last_applied_upd
     assert at == [[(1, 2, 0)], [(2, 6, 0)]]
 
 
-def test_a_shard_offers_groups_by_the_steps_that_are_left_to_them(tmp_path):
-    run = facts(num_prompts=60, groups_per_step=2, updates_per_step=2, max_lag=5, shard=0, num_shards=2)
-    shard = InProcessBuffer(tmp_path, run)
-    shard.begin()
-    actor = ShardActor(shard)
-    leases = actor.lease()
-    assert len(leases) > 1
-    for lease in leases:
-        actor.work(lease)
-    ask = {version: p.PlanRequest(version + 1, version, 0) for version in (0, 1, 2, 4)}
-    due = {version: shard.ask(request, p.PlanReply).due for version, request in ask.items()}
-    # Begun at 0, 2 or 4 the step's last update is within 5 versions of their tokens.
-    assert due == {0: {2: len(leases)}, 1: {1: len(leases)}, 2: {1: len(leases)}, 4: {0: len(leases)}}
-    assert shard.ask(p.PlanRequest(6, 5, 0), p.PlanReply).num_eligible == 0
-    shard.close()
-
-
-def test_one_of_several_shards_may_have_missed_all_updates_of_many_steps(tmp_path):
-    shard = InProcessBuffer(tmp_path, facts(num_prompts=60, updates_per_step=4, max_lag=7, shard=0, num_shards=2))
-    shard.begin()
-    actor = ShardActor(shard)
-    lease = actor.lease()[0]
-    assert actor.work(lease, [0], version=PolicyVersion(0, 4096)) == ["committed"]
-    assert actor.work(lease, [1], version=PolicyVersion(0, 4097)) == ["quarantined"]
-    assert shard.ask(p.PlanRequest(1025, 4096, 0), p.PlanReply).num_eligible == 0
-    with pytest.raises(BufferRefused, match="cannot train at version 4101"):
-        shard.ask(p.PlanRequest(1026, 4101, 0), p.PlanReply)
-    shard.close()
-
-
 def test_knobs_that_no_group_could_keep_are_refused_before_the_service_starts():
     with pytest.raises(StoreError, match=r"max_lag = 2 can never be met with 4 updates per step"):
-        ShardCore(BufferConfig(), facts(max_lag=2, updates_per_step=4), lambda: 0.0)
+        BufferCore(BufferConfig(), facts(max_lag=2, updates_per_step=4), lambda: 0.0)
 
 
 def test_a_store_made_with_one_update_per_step_goes_on_with_no_other_number(tmp_path):

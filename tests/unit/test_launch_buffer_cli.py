@@ -233,7 +233,6 @@ def test_damaged_draws_are_of_no_concern_where_groups_are_shown(run, leeway):
         (["ls", "--quarantine", "--phase", "ready"], ["--phase"]),
         (["ls", "--quarantine", "--reverse"], ["--reverse"]),
         (["ls", "--reverse"], ["--reverse", "--by"]),
-        (["show", 1, "--shard", 1], ["--shard", "--quarantined"]),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(run, leeway, options, named):

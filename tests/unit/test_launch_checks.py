@@ -112,7 +112,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--algorithm.beta", "0"], "algorithm.beta = 0"),
         (["--buffer.capacity_trajectories", "10"], "may be outstanding at once"),
         (["--buffer.capacity_trajectories", "1024"], "is below the 1280 samples"),
-        (["--buffer.capacity_trajectories", "1280", "--buffer.shards", "4"], "which is shard "),
         (["--weight_sync.on_stale", "wait", "--buffer.sampler", "uniform"], "on_stale = 'wait' lets no group pass"),
         (["--buffer.most_samples", "3"], "buffer.most_samples = 3 is below actors.group_size"),
         (["--buffer.most_samples", "65537"], "buffer.most_samples"),
@@ -120,7 +119,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
             ["--buffer.most_samples", "9", "--buffer.capacity_trajectories", "100"],
             "is below the 1440 samples that may be outstanding at once",
         ),
-        (["--buffer.shards", "500"], "use fewer shards"),
         (["--actors.eval_every", "5", "--actors.eval_problems", "2000"], "holds out 1024"),
         (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),
         (["--run.name", "a/b"], "is not a folder name"),
@@ -129,14 +127,14 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--weight_sync.max_lag", "1", "--weight_sync.max_actor_lag", "2"], "contradicts max_actor_lag = 2"),
         (["--weight_sync.transport", "pigeon"], "weight_sync.transport = 'pigeon'"),
         (
-            ["--weight_sync.port", "5000", "--buffer.port", "4999", "--buffer.shards", "2"],
-            "weight_sync.port = 5000 is also buffer.port + 1: choose another port",
+            ["--weight_sync.port", "5000", "--buffer.port", "5000"],
+            "weight_sync.port = 5000 is also buffer.port: choose another port",
         ),
         (
             ["--tracking.prometheus_port", "4999", "--buffer.port", "4999"],
-            "tracking.prometheus_port = 4999 is also buffer.port + 0: ",
+            "tracking.prometheus_port = 4999 is also buffer.port: ",
         ),
-        (["--buffer.port", "65535", "--buffer.shards", "2"], "gives the last shard port 65536"),
+        (["--buffer.port", "65536"], "buffer.port"),
         (["--launch.ray_address", "local"], "leave the key out, and Ray starts itself here"),
         (["--launch.ray_address", "ray://10.0.0.1:10001"], "is Ray's client, through which no run can be placed"),
         (["--weight_sync.folder", "/proc/weights"], "/proc cannot be written ("),
@@ -251,7 +249,7 @@ def test_a_dry_run_sees_that_there_is_no_login_of_wandb_and_that_a_port_is_taken
 
 
 def test_ports_that_the_system_chooses_are_nobody_elses(capsys, tmp_path):
-    keys = ["--weight_sync.transport", "network", "--weight_sync.port", "3", "--buffer.shards", "4"]
+    keys = ["--weight_sync.transport", "network", "--weight_sync.port", "3"]
     status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run", *keys)
     assert (status, error) == (0, "")
 

@@ -313,11 +313,10 @@ def test_a_reward_that_does_not_answer_is_named_with_how_long_it_has_not(who_wai
     ]
 
 
-def test_a_run_that_drains_or_whose_buffer_is_silent_says_so(who_waits):
+def test_a_run_that_drains_says_so(who_waits):
     assert who_waits(report("actor-0", waiting="waiting for a lease: admission closed"), draining=True) == [
         "actor-0 waits for nothing more: the run drains"
     ]
-    assert who_waits(silent_shards=[1]) == ["everyone waits for shards [1] of the buffer, which do not answer"]
 
 
 def test_a_process_that_does_not_work_yet_or_no_more_is_named_with_its_log_or_its_pool(who_waits):

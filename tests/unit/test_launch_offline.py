@@ -78,7 +78,7 @@ def test_its_buffer_is_filled_before_anything_starts_and_needs_its_source_no_mor
     fill_buffer(made.config, facts, made.folder, made.recorded)
     with Inspection.open(made.folder.buffer) as inspection:
         assert inspection.totals().ledger["waiting"] == 12
-        assert inspection.stores[0].facts == facts
+        assert inspection.store.facts == facts
     fingerprint = made.task.fingerprint
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=fingerprint, started_s=(1.0,), recorded=made.recorded)
     made.folder.write_identity(identity)
@@ -113,7 +113,6 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
     ("fields", "overrides", "why"),
     [
         ({}, ["--weight_sync.max_lag", "4"], "weight_sync.max_lag = 4 cannot be kept: set weight_sync.max_lag = 'unbo"),
-        ({}, ["--buffer.shards", "2"], "buffer.shards = 2 divides what actors push"),
         ({}, ["--buffer.sampler", "on_policy_share"], "use buffer.sampler = 'uniform'"),
         ({}, ["--launch.autoscale", "on"], "launch.autoscale = 'on' counts what actors make"),
         ({}, ["--learner.num_steps", "4"], "has 6 groups to train on, enough for 3 steps: lower"),

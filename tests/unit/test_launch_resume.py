@@ -81,7 +81,6 @@ def test_no_key_of_the_table_is_mistyped():
         (["--actors.group_size", "4"], "the buffer has leased groups of that size"),
         (["--actors.temperature", "0.7"], "the stored log-probabilities are of that temperature"),
         (["--buffer.sampler", "uniform"], "the buffer keeps groups, and has recorded draws, by it"),
-        (["--buffer.shards", "2"], "the buffer has that many stores"),
         (["--learner.groups_per_step", "16"], "draws of that many groups and updates"),
         (["--learner.num_minibatches", "2"], "draws of that many groups and updates"),
         (["--weight_sync.max_lag", "8"], "the buffer admitted prompts under it"),
@@ -95,7 +94,7 @@ def test_a_key_that_the_recorded_data_or_the_checkpoint_rest_on_is_refused_with_
 
 
 def test_a_key_that_is_set_to_what_it_was_is_no_change(folder):
-    assert resume(folder, ["--run.seed", "0", "--buffer.shards", "1"], print).history.changes == ""
+    assert resume(folder, ["--run.seed", "0", "--buffer.max_uses", "1"], print).history.changes == ""
 
 
 def test_steps_processes_and_learning_rate_may_differ_and_are_told(folder):

@@ -17,7 +17,7 @@ from launch.checks import check
 from launch.config import load_config
 from launch.processes import services as services_module
 from launch.processes.role_process import RunFailed
-from launch.processes.services import BufferServices, WeightServices
+from launch.processes.services import BufferHost, WeightsHost
 
 ROOT = Path(__file__).parents[2]
 MAX_RESTARTS = 3
@@ -68,7 +68,7 @@ def weights(tmp_path, monkeypatch):
     def make(*overrides: str) -> SimpleNamespace:
         plan = check(load_config(ROOT / "examples" / "demo.toml", overrides), tmp_path / "run")
         events: list[tuple[str, str]] = []
-        service = WeightServices(plan, lambda kind, text: events.append((kind, text)))
+        service = WeightsHost(plan, lambda kind, text: events.append((kind, text)))
         return SimpleNamespace(service=service, made=made, events=events, plan=plan, cannot_bind=cannot_bind)
 
     return make
@@ -114,8 +114,8 @@ def test_a_new_command_takes_any_port_for_another_program_may_have_the_one_of_be
     run = weights("--buffer.host", "127.0.0.1")
     service, port = run.service, run.plan.weights_folder / "PORT"
     if which == "buffer":
-        monkeypatch.setattr(services_module, "open_client", lambda *_, **__: SimpleNamespace(connect=lambda _: None))
-        service, port = BufferServices(run.plan, run.plan.facts(64), print), run.plan.folder.buffer / "port"
+        monkeypatch.setattr(services_module, "BufferClient", lambda *_, **__: SimpleNamespace(connect=lambda _: None))
+        service, port = BufferHost(run.plan, run.plan.facts(64), print), run.plan.folder.buffer / "port"
     port.parent.mkdir(parents=True)
     port.write_text("4711")
     service.start(deadline=1e9)

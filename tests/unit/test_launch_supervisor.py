@@ -88,8 +88,8 @@ class RestartedLearner:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A supervisor with its fakes; its only actor is starting."""
-    monkeypatch.setattr(supervisor_module, "BufferServices", Admission)
-    monkeypatch.setattr(supervisor_module, "WeightServices", Admission)
+    monkeypatch.setattr(supervisor_module, "BufferHost", Admission)
+    monkeypatch.setattr(supervisor_module, "WeightsHost", Admission)
     monkeypatch.setattr(supervisor_module, "LearnerGroup", RestartedLearner)
     monkeypatch.setattr(ray, "wait", lambda calls, num_returns=1, timeout=None: ([], calls))
     plan = check(load_config(DEMO, []), tmp_path / "run")

@@ -28,7 +28,6 @@ from buffer.offline.verify import verify
 from buffer.prompts import Prompts
 from buffer.rows import RowBytes, records_in
 from buffer.schema import HANDED_ON, Trajectory, VersionSpan
-from buffer.sharding.core import ShardCore
 from buffer.store import Store
 from buffer.transaction import Transaction
 from common.run import RunFacts
@@ -87,7 +86,7 @@ class InProcessBuffer:
 
     def _open(self) -> None:
         self.store = self._open_store()
-        self.core = ShardCore(self.config, self.facts, self._clock)
+        self.core = BufferCore(self.config, self.facts, self._clock)
         self.store.read(self.core.leases.restart)
 
     def restart(self) -> None:
@@ -261,7 +260,7 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
 def _prompts_of(core: BufferCore, tx: Transaction) -> list[tuple[str, Any, Any]]:
     """What a core keeps of prompts, beside what is derived anew."""
     mine, facts = core.groups.prompts, core.facts
-    anew = Prompts(facts, facts.contract, np.arange(facts.num_prompts), core.groups.config, lambda: 0.0)
+    anew = Prompts(facts, facts.contract, core.groups.config, lambda: 0.0)
     mine.load(tx)
     anew.load(tx)
     visits = [[each.lengths.get(prompt) for prompt in range(facts.num_prompts)] for each in (mine, anew)]
