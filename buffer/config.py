@@ -78,16 +78,6 @@ class BufferConfig(BaseModel):
         description="Groups whose rewards are all equal are set aside and others take their place: before each step at "
         "most so many times groups_per_step of them, rounded up; what is more enters the step. 0 sets none aside.",
     )
-    length_correction: bool = Field(
-        default=False,
-        description="Choose the lengths that were trained less than they were generated, among four times the groups "
-        "of a step: those that the sampler takes, and those that it would take next.",
-    )
-    pack_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="Choose what packs well into micro-batches of so many tokens, among as many groups; 0 does not.",
-    )
     dispatch: PolicyName = Field(
         default="by_deadline",
         description="Who gets which prompt where actors are not equally fast: 'by_deadline' gives those whose answers "
@@ -167,11 +157,6 @@ class BufferConfig(BaseModel):
                 f"{what}, so that a group of equal rewards differs from the others of its prompt, and "
                 "refill_uninformative would set it aside: set refill_uninformative = 0, or groups_per_prompt = 1"
             )
-        if self.chooses_by_length:
-            raise ValueError(
-                f"{what}, and length_correction or pack_tokens would part them again by their lengths: turn those off, "
-                "or set groups_per_prompt = 1"
-            )
         if sampler == "length_balanced":
             raise ValueError(
                 f"{what} whatever their lengths, so {where} could not balance those: choose 'fifo', 'uniform', "
@@ -227,8 +212,3 @@ class BufferConfig(BaseModel):
     def most_alive(self, groups_per_step: int) -> float:
         """How many groups may be in flight or ready where another one is leased, by `replay_steps`; at least 1."""
         return math.inf if self.replay_steps is None else max(1.0, self.replay_steps * groups_per_step)
-
-    @property
-    def chooses_by_length(self) -> bool:
-        """Do lengths decide which of more groups than a step needs enter it?"""
-        return self.length_correction or bool(self.pack_tokens)

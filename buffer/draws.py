@@ -6,10 +6,7 @@ same groups, also after a restart. What becomes of recorded draws is in `buffer.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,21 +14,14 @@ from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
 from buffer.index import ReadyGroup
 from buffer.leases import Leases
-from buffer.length_model import NUM_BUCKETS, Fidelity, bucket_of
 from buffer.protocol import DrawRequest
 from buffer.steps import Steps
-from buffer.tables import DrawRecord, Group, StoreState
+from buffer.tables import DrawRecord, StoreState
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""
-SELECTION_POOL = 4
-"""A choice by length is among this many times the groups of a step. A larger pool would let it outvote the sampler."""
-NUM_SWAPS = 128
-"""Swaps that `well_packed` tries; packing a step costs well under a millisecond each time."""
-GOOD_ENOUGH = 0.99
-"""Fill of the micro-batches above which it stops."""
 
 
 class Draws:
@@ -172,39 +162,12 @@ class Draws:
 
     def _choose(self, tx: Transaction, request: DrawRequest) -> list[int]:
         """What the sampler takes for the step; fewer groups than asked for where not enough are ready."""
-        config, num = self._groups.config, request.num_groups
+        num = request.num_groups
         if len(self._groups.index.ready) < num:
             return []
         seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation]
         random = np.random.default_rng(seeds)
-        sampler, candidates = self._groups.sampler, self._groups.index
-        if not config.chooses_by_length:
-            return sampler.choose(candidates, num, random)
-        # Groups that no later step could use go first, so that no choice by length lets them starve. What was
-        # used before may go: under replay the sampler decides who is used again.
-        lost = self._contract.evict(candidates.ready, self._contract.latest_version(request.version, 1))
-        due = list(islice((group_id for group_id in lost if not tx.groups.require(group_id).uses), num))
-        num -= len(due)
-        # The sampler's choice comes first in the pool, then what it would choose beside that: a sampler that does not
-        # choose in an order could not be cut off after the first `num` of the whole pool.
-        chosen = sampler.choose(candidates, num, random, frozenset(due))
-        num_spare = (SELECTION_POOL - 1) * num
-        spare = sampler.choose(candidates, num_spare, random, frozenset([*due, *chosen]))
-        return due + self._select(tx, due, [*chosen, *spare], num, random)
-
-    def _select(
-        self, tx: Transaction, due: Sequence[int], pool: Sequence[int], num: int, random: np.random.Generator
-    ) -> list[int]:
-        """Choose from the pool by length; its first `num` are what the sampler chose."""
-        config = self._groups.config
-        offers = [_offer(tx.groups.require(group_id)) for group_id in pool]
-        chosen = corrected(offers, num, tx.state.fidelity) if config.length_correction else offers[:num]
-        if config.pack_tokens:
-            taken = {offer.group_id for offer in chosen}
-            spare = [offer for offer in offers if offer.group_id not in taken]
-            fixed = [_offer(tx.groups.require(group_id)) for group_id in due]
-            chosen = well_packed(fixed, chosen, spare, config.pack_tokens, random)
-        return [offer.group_id for offer in chosen]
+        return self._groups.sampler.choose(self._groups.index, num, random)
 
     def _record(self, tx: Transaction, request: DrawRequest, chosen: list[int]) -> DrawRecord:
         record_ids, lengths = [], []
@@ -258,108 +221,6 @@ class Draws:
         return False
 
 
-def _offer(group: Group) -> Offer:
-    used = group.usable()
-    return Offer(
-        group.group_id,
-        tuple(group.lengths[index] for index in used),
-        tuple(group.completion_lengths[index] for index in used),
-    )
-
-
 def _some(names: list[str], num: int) -> str:
     named = "; ".join(names[:MAX_NAMED])
     return named if num <= MAX_NAMED else f"{named}; and {num - MAX_NAMED} others"
-
-
-class Offer(NamedTuple):
-    """A candidate where a step chooses among more groups than it needs, by their lengths.
-
-    `corrected` prefers lengths that training has seen less of than were generated; `well_packed` then swaps
-    groups of like length until the samples fill micro-batches well. Both keep the sampler's order otherwise.
-    """
-
-    group_id: int
-    lengths: tuple[int, ...]
-    """Tokens of each sample that the step would use."""
-    completions: tuple[int, ...]
-
-    @property
-    def bucket(self) -> int:
-        return bucket_of(sum(self.completions) / max(1, len(self.completions)))
-
-
-def corrected(offers: Sequence[Offer], num: int, fidelity: Fidelity) -> list[Offer]:
-    """The `num` offers that bring the trained lengths nearest to the generated ones, taken greedily.
-
-    Each pick lowers the squared distance between the counts trained so far, those picked included, and
-    the counts that as many samples of the generated distribution would have.
-    """
-    if num >= len(offers):
-        return list(offers)
-    wanted = np.array(fidelity.generated.shares())
-    have = np.array(fidelity.trained.shares()) * fidelity.trained.total
-    buckets = [[bucket_of(length) for length in offer.completions] for offer in offers]
-    histograms = np.stack([np.bincount(each, minlength=NUM_BUCKETS).astype(np.float64) for each in buckets])
-    squares = (histograms**2).sum(axis=1)
-    is_left = np.ones(len(offers), np.bool_)
-    picked: list[Offer] = []
-    for _ in range(num):
-        deficit = wanted * (have.sum() + histograms[is_left].sum(axis=1).mean()) - have
-        gains = np.where(is_left, 2 * (histograms @ deficit) - squares, -np.inf)
-        best = int(gains.argmax())
-        is_left[best] = False
-        have += histograms[best]
-        picked.append(offers[best])
-    return picked
-
-
-def well_packed(
-    fixed: Sequence[Offer], chosen: Sequence[Offer], spare: Sequence[Offer], budget: int, random: np.random.Generator
-) -> list[Offer]:
-    """`chosen` with some offers swapped for spare ones of the same length bucket, so that all pack better.
-
-    The `fixed` ones are in the step in any case. `budget` is the tokens of a micro-batch.
-    """
-    chosen, spare = list(chosen), list(spare)
-    if not chosen or not spare:
-        return chosen
-    best = fill([*fixed, *chosen], budget)
-    for out, new in zip(
-        random.integers(len(chosen), size=NUM_SWAPS), random.integers(len(spare), size=NUM_SWAPS), strict=True
-    ):
-        if best >= GOOD_ENOUGH:
-            break
-        if chosen[out].bucket != spare[new].bucket:
-            continue
-        chosen[out], spare[new] = spare[new], chosen[out]
-        tried = fill([*fixed, *chosen], budget)
-        if tried > best:
-            best = tried
-        else:
-            chosen[out], spare[new] = spare[new], chosen[out]
-    return chosen
-
-
-def fill(offers: Sequence[Offer], budget: int) -> float:
-    """The share of micro-batches of `budget` tokens that the offers' samples fill, packed best-fit decreasing."""
-    lengths = [length for offer in offers for length in offer.lengths]
-    room = sum(max(budget, bin_size) for bin_size in best_fit(lengths, budget))
-    return sum(lengths) / room if room else 1.0
-
-
-def best_fit(lengths: Sequence[int], budget: int) -> list[int]:
-    """Tokens in each micro-batch: every length, longest first, into the fullest one that has room.
-
-    A length above the budget gets a micro-batch of its own.
-    """
-    free: list[int] = []
-    full: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        if length >= budget:
-            full.append(length)
-            continue
-        place = bisect_left(free, length)
-        left = free.pop(place) if place < len(free) else budget
-        insort(free, left - length)
-    return full + [budget - left for left in free]

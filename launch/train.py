@@ -411,7 +411,7 @@ class _Run:
             return
         alarms = {
             "fidelity": f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}); see "
-            "buffer.length_correction"
+            "buffer.sampler = 'length_balanced'"
             if status.fidelity_alarm
             else "",
             "damage": f"{status.num_damaged} blocks of records of the buffer are damaged; see `leeway buffer verify`"

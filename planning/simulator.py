@@ -9,7 +9,7 @@ time is what follows from them.
     learner    draws when it can, scores what lacks it, trains, publishes what is due; while it waits it scores ahead
     weights    come to each engine some time after they are published, and stop it for a moment
 
-Not in it: failures, evaluations, choices by length (`buffer.length_correction`, `pack_tokens`), preemption
+Not in it: failures, evaluations, preemption
 (which the gate makes rare), larger groups (`most_samples`), and whatever no cost is given for.
 """
 

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.draws import Offer, best_fit, fill, well_packed
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.full import pick
@@ -29,18 +28,14 @@ def configs(draw):
     replay_sampler = draw(st.sampled_from(sorted(set(SAMPLERS) - {"on_policy_share"})))
     in_order = (replay_sampler if sampler == "on_policy_share" else sampler) in ("fifo", "length_balanced")
     max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
-    length_correction, packs = draw(st.booleans()), draw(st.booleans())
     in_strata = (replay_sampler if sampler == "on_policy_share" else sampler) == "length_balanced"
-    may_have_others = not (length_correction or packs or in_strata)
     return BufferConfig(
         sampler=sampler,
-        groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if may_have_others else 1,
+        groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if not in_strata else 1,
         replay_sampler=replay_sampler,
         on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         reward_temperature=0.1,
         max_uses=max_uses,
-        length_correction=length_correction,
-        pack_tokens=40 if packs else 0,
         capacity_trajectories=draw(st.sampled_from([24, 1000])),
         max_attempts=1_000_000,
     )
@@ -248,18 +243,3 @@ def test_a_picker_draws_every_item_once_and_no_light_one_long_before_a_heavy_one
         assert left.pop(item) >= max(left.values(), default=-math.inf) - 800
         picker.take_out(item)
     assert picker.pick(random) is None
-
-
-LENGTHS = st.lists(st.integers(1, 9000), min_size=1, max_size=40)
-
-
-@given(lengths=LENGTHS, budget=st.integers(1, 8192), num=st.integers(0, 40))
-def test_a_packed_choice_is_a_choice_and_never_fills_worse(lengths, budget, num):
-    offers = [Offer(i, (length,), (length,)) for i, length in enumerate(lengths)]
-    chosen, spare = offers[:num], offers[num:]
-    packed = well_packed([], chosen, spare, budget, np.random.default_rng(0))
-    assert len({offer.group_id for offer in packed}) == len(chosen) == len(packed)
-    assert fill(packed, budget) >= fill(chosen, budget)
-    bins = best_fit(lengths, budget)
-    assert sum(bins) == sum(lengths)
-    assert all(tokens <= budget or tokens in lengths for tokens in bins)

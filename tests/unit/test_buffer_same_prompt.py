@@ -141,8 +141,6 @@ def test_an_on_policy_share_keeps_its_meaning_for_the_groups_that_the_sampler_ta
 @pytest.mark.parametrize(
     ("knobs", "sentence"),
     [
-        ({"pack_tokens": 512}, "part them again by their lengths"),
-        ({"length_correction": True}, "part them again by their lengths"),
         ({"sampler": "length_balanced"}, "sampler = 'length_balanced' could not balance those"),
         (
             {"sampler": "on_policy_share", "replay_sampler": "length_balanced"},

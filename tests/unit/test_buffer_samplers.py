@@ -17,7 +17,6 @@ from common.user_input import UserFileError
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, picker_of, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
-PACKS = {"pack_tokens": 512}
 
 
 def config(sampler, **knobs):
@@ -404,7 +403,7 @@ def test_settings_that_contradict_each_other_are_refused_in_a_sentence(knobs, se
         BufferConfig(**knobs)
 
 
-@pytest.mark.parametrize("knobs", [{"sampler": "uniform"}, {"max_uses": 2}, PACKS])
+@pytest.mark.parametrize("knobs", [{"sampler": "uniform"}, {"max_uses": 2}])
 def test_on_stale_wait_is_refused_with_a_sampler_that_may_leave_a_group_behind(tmp_path, knobs):
     with pytest.raises(StoreError, match="on_stale = 'wait'"):
         InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(**knobs))
