@@ -219,7 +219,7 @@ class BufferClient:
         """Ask for up to `max_groups` groups. One request is on its way at a time, so that none is lost.
 
         Args:
-            max_groups: of K samples, for which there is room; the last that comes may be larger.
+            max_groups: of K samples, for which there is room.
             lane: of actors that are alike fast.
             token_s: seconds for a token of each of the actor's samples; 0 where that is not known yet.
             wants_lengths: leases shall say how long completions are likely to be.

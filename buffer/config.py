@@ -90,13 +90,6 @@ class BufferConfig(BaseModel):
         "by chance, 'posterior' by chance in proportion to E[p (1 - p)], p being the rate of rewards of at least "
         "task.correct_at.",
     )
-    most_samples: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_GROUP_SIZE,
-        description="Groups of prompts that are seldom solved have more samples than actors.group_size, up to so many: "
-        "as few as make their rewards as likely to differ as those of a new prompt. 0: all have group_size.",
-    )
     lease_timeout_s: PositiveFloat = Field(
         default=60.0, description="A lease that is neither completed nor renewed for so long is issued again."
     )
@@ -163,46 +156,19 @@ class BufferConfig(BaseModel):
                 "'reward_softmax' or 'prioritised', or set groups_per_prompt = 1"
             )
 
-    def check_sizes(self, group_size: int, num_outstanding: int) -> None:
-        """See that the sizes of groups agree with each other, and with the capacity.
-
-        Args:
-            group_size: K of the run.
-            num_outstanding: groups that may be outstanding or just used.
-
-        Raises:
-            ValueError: they do not.
-        """
-        what = f"buffer.most_samples = {self.most_samples}"
-        if self.most_samples and group_size == 1:
-            raise ValueError(
-                f"{what} makes groups larger until their rewards are likely to differ, and with actors.group_size = 1 "
-                "a group has nothing that could: set actors.group_size to at least 2, or buffer.most_samples = 0"
-            )
-        if 0 < self.most_samples < group_size:
-            raise ValueError(
-                f"{what} is below actors.group_size = {group_size}, which every group has: raise it, or set "
-                "buffer.most_samples = 0, with which all groups have that size"
-            )
-        self.check_capacity(group_size, num_outstanding)
-
     def check_capacity(self, group_size: int, num_groups: int) -> None:
         """Check that so many groups have room.
 
         Raises:
             ValueError: they have not.
         """
-        num_samples = num_groups * self.largest_group(group_size)
+        num_samples = num_groups * group_size
         if self.capacity_trajectories < num_samples:
             raise ValueError(
                 f"buffer.capacity_trajectories = {self.capacity_trajectories} is below the {num_samples} "
                 "samples that may be outstanding at once, those of the step before among them: raise it, or lower "
-                "weight_sync.max_lag, learner.groups_per_step, actors.group_size or buffer.most_samples"
+                "weight_sync.max_lag, learner.groups_per_step or actors.group_size"
             )
-
-    def largest_group(self, group_size: int) -> int:
-        """Samples that a group has at most, K of the run being `group_size`."""
-        return max(group_size, self.most_samples)
 
     @property
     def replays(self) -> bool:

@@ -41,7 +41,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from math import exp, inf, lgamma
+from math import exp, inf
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -322,38 +322,6 @@ class SuccessModel:
 def rate_of(tries: Tries) -> float:
     """Mean of the posterior of a prompt's rate of success, at the version of its last samples."""
     return (_PRIOR + tries.passed) / (2 * _PRIOR + tries.passed + tries.failed)
-
-
-def chance_informative(a: float, b: float, num_samples: int) -> float:
-    """I(K): that of so many samples of a prompt some succeed and some do not, p being Beta(a, b)."""
-
-    def all_alike(these: float, others: float) -> float:
-        given, then = lgamma(these + others) - lgamma(these), lgamma(these + num_samples)
-        return exp(given + then - lgamma(these + others + num_samples))
-
-    return 1.0 - all_alike(a, b) - all_alike(b, a)
-
-
-class GroupSizes:
-    """Of how many samples the groups of prompts are."""
-
-    def __init__(self, group_size: int, most: int = 0, successes: SuccessModel | None = None) -> None:
-        """All of K; or, by what is known of their success, of K to `most`."""
-        self._group_size, self._most, self._successes = group_size, most, successes
-        self._enough = chance_informative(_PRIOR, _PRIOR, group_size) - _ROUNDING
-
-    def of(self, prompts: Ids, version: int) -> Ids:
-        """Of each of these prompts at a version; the same whenever it is asked."""
-        if self._successes is None or self._most <= self._group_size:
-            return np.full(len(prompts), self._group_size)
-        posteriors = self._successes.posteriors(prompts, version)
-        return np.array([self._size(a, b) for a, b in zip(*(each.tolist() for each in posteriors), strict=True)])
-
-    def _size(self, a: float, b: float) -> int:
-        if a >= b:
-            return self._group_size
-        sizes = range(self._group_size, self._most)
-        return self._group_size + bisect_left(sizes, self._enough, key=lambda size: chance_informative(a, b, size))
 
 
 class PromptLaw(Protocol):

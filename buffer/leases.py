@@ -133,7 +133,7 @@ class Leases:
             # A late copy of a request that was answered: no client waits for what it would be granted.
             return LeaseGrant([], state.newest, state.draining)
         leases: list[Lease] = []
-        while request.request_number > actor.last_request and self._num_taken(leases) < request.max_groups:
+        while request.request_number > actor.last_request and len(leases) < request.max_groups:
             group = self._next_group(tx, request)
             if group is None:
                 self._closed_at_s = self._clock()
@@ -233,10 +233,6 @@ class Leases:
     def _granted(self, tx: Transaction, leases: list[Lease], hand_on_at: int) -> LeaseGrant:
         return LeaseGrant(leases, tx.state.newest, tx.state.draining, hand_on_at, self._is_near_bound())
 
-    def _num_taken(self, leases: list[Lease]) -> int:
-        """As how many groups of K samples they count, by which an actor says for how much it has room."""
-        return sum(-(-len(lease.sample_indices) // self._facts.group_size) for lease in leases)
-
     def _is_near_bound(self) -> bool:
         return self._clock() - self._closed_at_s < max(
             NEAR_BOUND_S, NEAR_BOUND_STEPS * self._groups.prompts.pace.step_s
@@ -256,8 +252,8 @@ class Leases:
         if self.closed_because(tx):
             return None
         prompt = prompts.next(tx, request)
-        size = prompts.num_samples(tx, prompt.prompt_id)
-        group = Group.new(tx.state.next_group, prompt.prompt_id, size, prompt.failures, round(prompt.longest))
+        size, longest = self._facts.group_size, round(prompt.longest)
+        group = Group.new(tx.state.next_group, prompt.prompt_id, size, prompt.failures, longest)
         tx.state.next_group += 1
         return group
 

@@ -1,4 +1,4 @@
-"""Prompts: which prompt is leased next, to whom, with how many samples, and how long its answers are likely to be.
+"""Prompts: which prompt is leased next, to whom, and how long its answers are likely to be.
 
 Prompts that came back go first, then those of the window: the next few of the law, which the policy
 takes apart as it likes, but empties before the next begins (both are of `buffer.dispatch`). Window and what was learned
@@ -24,7 +24,6 @@ from buffer.dispatch import (
     POLICIES,
     ByChance,
     EpochOrder,
-    GroupSizes,
     Pace,
     PromptLaw,
     Speeds,
@@ -77,14 +76,12 @@ class Prompts:
         self._facts, self._contract, self._clock = facts, contract, clock
         self._policy = POLICIES[config.dispatch]()
         by_success = config.prompt_law == "posterior"
-        is_learned = by_success or config.most_samples > 0
         # what is known of a prompt has not faded when it comes again
         tau = max(LEAST_TAU, facts.num_prompts / facts.groups_per_step * facts.updates_per_step)
-        self.successes = SuccessModel(facts.num_prompts, tau) if is_learned else None
-        self._sizes = GroupSizes(facts.group_size, config.most_samples, self.successes)
+        self.successes = SuccessModel(facts.num_prompts, tau) if by_success else None
         self._law: PromptLaw = EpochOrder(facts.num_prompts, facts.seed)
         if config.prompt_law != "epoch":
-            self._law = ByChance(facts.num_prompts, facts.seed, self.successes if by_success else None)
+            self._law = ByChance(facts.num_prompts, facts.seed, self.successes)
         self.lengths = LengthModel(facts.num_prompts)
         self.pace = Pace(clock)
         self._window = Window()
@@ -129,10 +126,6 @@ class Prompts:
         tx.undo.append(partial(self._window.put, waiting))
         tx.window.delete(waiting.order)
         return NextPrompt(waiting.prompt_id, longest=waiting.longest)
-
-    def num_samples(self, tx: Transaction, prompt_id: int) -> int:
-        """Of how many samples a group is, whose prompt is leased now."""
-        return int(self._sizes.of(np.array([prompt_id]), tx.state.version)[0])
 
     def may_go_on(self, group: Group, request: LeaseRequest) -> bool:
         """May a group of which some tokens are there go to this actor?"""
@@ -227,7 +220,7 @@ class Prompts:
         self.lengths.shape = tx.state.lengths
         if not self.lengths.shape.num_groups:
             return np.zeros(len(prompts))
-        sizes = self._sizes.of(prompts, tx.state.version)
+        sizes = np.full(len(prompts), self._facts.group_size)
         longest = self.lengths.longest_of(prompts, sizes, tx.state.version)
         return np.minimum(self._facts.max_tokens, longest)
 

@@ -38,7 +38,7 @@ class Hello(Message, frozen=True):
 
 
 class LeaseRequest(Message, frozen=True):
-    """An actor asks for up to `max_groups` groups of K samples to generate; a larger one counts as several."""
+    """An actor asks for up to `max_groups` groups of K samples to generate."""
 
     actor: str
     epoch: Count

@@ -127,10 +127,9 @@ class Plan:
     def describe(self) -> str:
         config = self.config
         group_size = (self.recorded or config.actors).group_size
-        sizes = sorted({group_size, config.buffer.largest_group(group_size)})
         updates = _count(config.learner.updates_per_step, "update")
-        samples = " to ".join(str(config.learner.groups_per_step * size) for size in sizes)
-        use = "to evaluate" if self.recorded else f"{' to '.join(map(str, sizes))} samples per prompt"
+        samples = config.learner.groups_per_step * group_size
+        use = "to evaluate" if self.recorded else f"{group_size} samples per prompt"
         model = config.model.path or f"{config.model.hub} (from the Hub)"
         model += "" if self.model else ", not here yet and not checked"
         return "\n".join(
@@ -178,7 +177,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     learner = config.learner
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
-        config.buffer.check_sizes(config.actors.group_size, contract.capacity() + learner.groups_per_step)
+        config.buffer.check_capacity(config.actors.group_size, contract.capacity() + learner.groups_per_step)
     _check_weight_sync(config, is_new=resumed is None)
     _check_ports(config)
     _check_ray(config)

@@ -314,7 +314,7 @@ def stage_need(config: Config) -> MemoryNeed | None:
 
     learner, needs = config.learner, config.algorithm.needs
     model, *references = (AutoConfig.from_pretrained(each, local_files_only=True) for each in (path, *frozen))
-    samples = learner.groups_per_step * config.buffer.largest_group(config.actors.group_size)
+    samples = learner.groups_per_step * config.actors.group_size
     draw_tokens = samples * config.actors.max_model_tokens
     return memory_need(
         model,

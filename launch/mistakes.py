@@ -52,7 +52,7 @@ MOVED = {
 IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("buffer.on_policy_share buffer.replay_sampler", "buffer.sampler", lambda c: c.buffer.sampler == "on_policy_share"),
     ("buffer.reward_temperature", "buffer.sampler", lambda c: _law(c.buffer) == "reward_softmax"),
-    ("buffer.prompt_law buffer.dispatch buffer.most_samples", "buffer.source", lambda c: c.buffer.source is None),
+    ("buffer.prompt_law buffer.dispatch", "buffer.source", lambda c: c.buffer.source is None),
     ("buffer.lease_timeout_s buffer.max_attempts", "buffer.source", lambda c: c.buffer.source is None),
     ("actors.keep_every_s", "buffer.source", lambda c: c.buffer.source is None),
     ("actors.eval_problems", "actors.eval_every", lambda c: c.actors.eval_every),

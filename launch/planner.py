@@ -226,7 +226,7 @@ class Planner:
         try:
             asked = StalenessConfig(**{**said.model_dump(), "publish_every": publish_every, "max_lag": max_lag})
             contract = StalenessContract(asked, learner.groups_per_step, learner.updates_per_step)
-            self.config.buffer.check_sizes(self._group_size, contract.capacity() + learner.groups_per_step)
+            self.config.buffer.check_capacity(self._group_size, contract.capacity() + learner.groups_per_step)
         except ValueError:
             return None
         return contract

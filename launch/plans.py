@@ -266,8 +266,7 @@ def _queues_bytes(config: Config) -> int:
 def _buffer_bytes(config: Config) -> int:
     """At most: all samples of the run, as long as they may be, or what the buffer may hold."""
     learner, buffer = config.learner, config.buffer
-    largest = buffer.largest_group(config.actors.group_size)
-    num_samples = learner.num_steps * learner.groups_per_step * largest
+    num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
     longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES
     most = min(num_samples * 5 // 4, buffer.capacity_trajectories) * longest
     return min(most, int(buffer.capacity_gib * GIB)) if buffer.capacity_gib else most

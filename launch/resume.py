@@ -37,7 +37,6 @@ FREE = frozenset(
     | {f"buffer.{key}" for key in ("host", "port", "lease_timeout_s", "max_attempts", "give_up_after_s", "durability")}
     | {f"buffer.{key}" for key in ("capacity_trajectories", "capacity_gib", "dispatch")}
     | {f"buffer.{key}" for key in ("replay_steps", "refill_uninformative", "prompt_law")}
-    | {"buffer.most_samples"}
 )
 """Sections, and keys of others, that may differ from before, but for those in `FIXED`."""
 

@@ -10,7 +10,7 @@ time is what follows from them.
     weights    come to each engine some time after they are published, and stop it for a moment
 
 Not in it: failures, evaluations, preemption
-(which the gate makes rare), larger groups (`most_samples`), and whatever no cost is given for.
+(which the gate makes rare), and whatever no cost is given for.
 """
 
 from __future__ import annotations

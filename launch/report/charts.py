@@ -161,7 +161,7 @@ GUIDES = {
     ),
     LENGTHS: Guide(
         "In a good one both have the same shape.",
-        "If long answers are generated but not trained, set buffer.sampler = 'length_balanced' or raise weight_sync.max_lag.",
+        "If long answers are generated but not trained, use sampler = 'length_balanced' or raise weight_sync.max_lag.",
     ),
     LEARNER_TIME: Guide(
         "In a good one forward and backward take most of it.",

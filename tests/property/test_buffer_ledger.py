@@ -1,6 +1,5 @@
 """Random schedules of actors, learner restarts and service restarts over the real rules and a real store."""
 
-import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -38,13 +37,10 @@ class ScheduledBuffer(RuleBasedStateMachine):
         groups_per_step=st.integers(1, 3),
         on_stale=st.sampled_from(["drop", "wait"]),
         refill=st.sampled_from([0.0, 0.5, 2.0]),
-        more_samples=st.sampled_from([0, 0, 1, 4]),
         prompt_law=st.sampled_from(["epoch", "epoch", "uniform", "posterior"]),
         data=st.data(),
     )
-    def start(
-        self, updates_per_step, spare_lag, group_size, groups_per_step, on_stale, refill, more_samples, prompt_law, data
-    ):
+    def start(self, updates_per_step, spare_lag, group_size, groups_per_step, on_stale, refill, prompt_law, data):
         max_lag = updates_per_step - 1 + spare_lag
         staleness = StalenessConfig(
             max_lag=max_lag, max_actor_lag=data.draw(st.integers(0, min(1, spare_lag))), on_stale=on_stale
@@ -53,17 +49,13 @@ class ScheduledBuffer(RuleBasedStateMachine):
             run_id="r", seed=1, num_prompts=5, group_size=group_size, groups_per_step=groups_per_step,
             vocab_size=16, max_tokens=16, staleness=staleness, updates_per_step=updates_per_step,
         )  # fmt: skip
-        most_samples = group_size + more_samples if more_samples else 0
         config = BufferConfig(
-            capacity_trajectories=4 * (max_lag + 2) * groups_per_step * max(group_size, most_samples),
+            capacity_trajectories=4 * (max_lag + 2) * groups_per_step * group_size,
             max_attempts=1_000_000,
             refill_uninformative=refill,
-            most_samples=most_samples,
             prompt_law=prompt_law,
         )
-        least_tau = data.draw(st.sampled_from([2.0, 20.0]))
-        self.patched.setattr("buffer.prompts.LEAST_TAU", least_tau)
-        self.tau = max(least_tau, 5 / groups_per_step * updates_per_step)
+        self.patched.setattr("buffer.prompts.LEAST_TAU", data.draw(st.sampled_from([2.0, 20.0])))
         self.buffer = InProcessBuffer(self.folder, facts, config)
         self.max_lag, self.staleness, self.updates_per_step = max_lag, staleness, updates_per_step
         self.epochs = dict.fromkeys(NAMES, 0)
@@ -72,7 +64,6 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.sent = []
         self.acknowledged = 0
         self.used_at = {}
-        self.size_of = {}
         self.incarnation = -1
         self.learner_restarted = self.went_back = self.skipped = False
         self.checkpoint = (0, 0)
@@ -95,34 +86,16 @@ class ScheduledBuffer(RuleBasedStateMachine):
         epoch = self.epochs[name]
         leases = self.buffer.lease(name, max_groups, epoch=epoch)
         self.leases[name] += [(lease, epoch) for lease in leases]
-        num_asked_for = max_groups * self.buffer.facts.group_size
-        assert sum(len(lease.sample_indices) for lease in leases[:-1]) < max(1, num_asked_for)
+        assert len(leases) <= max_groups
         for lease in leases:
-            self.has_the_size_of_its_prompt(lease)
+            self.has_the_groups_size(lease)
 
-    def has_the_size_of_its_prompt(self, lease):
-        """That of the law, from what was known when the group was leased first, whatever is known now."""
-        group, version, tries = self.buffer.store.read(
-            lambda tx: (tx.groups.require(lease.group_id), tx.state.version, tx.tries.get(lease.prompt_id))
-        )
+    def has_the_groups_size(self, lease):
+        size = self.buffer.facts.group_size
         if lease.attempt == 1:
-            wanted = self.size_by_hand(tries, version)
-            assert lease.sample_indices == list(range(wanted))
-            self.size_of[lease.group_id] = wanted
-        assert len(group.sample_states) == self.size_of[lease.group_id] > max(lease.sample_indices)
-
-    def size_by_hand(self, tries, version):
-        size, most = self.buffer.facts.group_size, self.buffer.config.most_samples
-        if tries is None or not most or tries.failed <= tries.passed:
-            return size
-        left = math.exp(-max(0, version - tries.version) / self.tau)
-        a, b, enough = 1 + left * tries.passed, 1 + left * tries.failed, 2 / (size + 1) + 1e-9
-        none = every = 1.0
-        for num in range(most):
-            none, every = none * (b + num) / (a + b + num), every * (a + num) / (a + b + num)
-            if num + 1 >= size and none + every <= enough:
-                return num + 1
-        return most
+            assert lease.sample_indices == list(range(size))
+        group = self.buffer.store.read(lambda tx: tx.groups.require(lease.group_id))
+        assert len(group.sample_states) == size > max(lease.sample_indices)
 
     @rule(name=st.sampled_from(NAMES), leave_out=st.integers(0, 1), is_newest=st.booleans())
     def work(self, name, leave_out, is_newest):

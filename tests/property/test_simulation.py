@@ -70,19 +70,6 @@ def test_refilled_runs_set_groups_aside_and_a_buffer_that_does_not_is_found_out(
     assert failed.value.invariant == "informative"
 
 
-@settings(max_examples=pick(15, 600), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32 - 1), refill=st.sampled_from([0.0, 1.0]), most_samples=st.sampled_from([3, 7]))
-def test_larger_groups_keep_every_invariant(environment, seed, refill, most_samples):
-    knobs, faults = _refilling(seed, refill)
-    result = simulate_with(seed, knobs._replace(most_samples=most_samples), faults, environment)
-    assert result.largest_group <= most_samples
-
-
-def test_prompts_that_fail_have_larger_groups_in_simulated_runs(environment):
-    knobs = choose_knobs(Random(1))._replace(group_size=2, most_samples=7)
-    assert max(simulate_with(seed, knobs, NO_FAULTS, environment).largest_group for seed in range(10)) > 2
-
-
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_without_this_check_an_invariant_breaks(name):
     mutation = MUTATIONS[name]

@@ -95,7 +95,6 @@ class CoreBuffer:
             max_attempts=1_000_000,
             lease_timeout_s=LEASE_TIMEOUT_S,
             refill_uninformative=knobs.refill,
-            most_samples=knobs.most_samples,
         )
         self._turns = Turns(env)
         self._buffer = InProcessBuffer(Path(), facts, config, open_store=lambda: self._turns, clock=clock)

@@ -33,8 +33,6 @@ class Knobs(NamedTuple):
     """What the actors' own configuration has for A: more where it is unset there and a step has several updates."""
     refill: float = 0.0
     """`buffer.refill_uninformative`; the book of groups knows no rewards."""
-    most_samples: int = 0
-    """Of `buffer`, as the one above."""
 
     @property
     def actors_contract(self) -> StalenessContract:

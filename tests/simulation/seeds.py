@@ -33,8 +33,6 @@ class Outcome(NamedTuple):
     num_final_rounds: int
     num_set_aside: int
     """Groups of equal rewards, until the last step was drawn."""
-    largest_group: int
-    """Samples of a lease, at most."""
 
 
 class SimulationFailed(AssertionError):
@@ -129,5 +127,4 @@ def simulate_with(
         witness.num_dropped,
         num_rounds,
         witness.num_set_aside,
-        witness.largest_group,
     )

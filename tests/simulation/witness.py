@@ -65,7 +65,6 @@ class Witness:
         """The groups of each step, as it was drawn last."""
         self.num_set_aside = 0
         """Groups of equal rewards, when a step was drawn last."""
-        self.largest_group = 0
         self.greatest_lag = -1
         self.num_trained = self.num_dropped = 0
         self.went_back = False
@@ -83,7 +82,6 @@ class Witness:
     def granted(self, grant: p.LeaseGrant) -> None:
         """The buffer granted leases."""
         for lease in grant.leases:
-            self.largest_group = max(self.largest_group, len(lease.sample_indices))
             newest = PolicyVersion(*grant.newest)
             self.grants.setdefault(lease.lease_id, Granted(lease.lease_id, lease.min_version, newest))
 

@@ -2,12 +2,11 @@
 survives the service."""
 
 from collections import Counter
-from fractions import Fraction
 from math import exp
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import roots_jacobi
 
@@ -17,14 +16,11 @@ from buffer.dispatch import (
     FLOOR,
     ByChance,
     EpochOrder,
-    GroupSizes,
     SuccessModel,
     Tries,
-    chance_informative,
     order_of,
     rate_of,
 )
-from buffer.errors import StoreError
 from buffer.length_model import LengthModel, Shape
 from planning.buffer import SimulatedPrompts
 from planning.lengths import PromptStream
@@ -139,65 +135,6 @@ def test_the_order_of_an_epoch_goes_on_in_the_next():
     assert [int(law.ahead(place, 1, 0)[0]) for place in range(30)] == order
 
 
-# --- how many samples -----------------------------------------------------------------------------
-
-
-@given(a=st.floats(1.0, 50.0), b=st.floats(1.0, 50.0), num_samples=st.integers(1, 24))
-def test_the_chance_of_an_informative_group_is_the_expectation_over_the_posterior(a, b, num_samples):
-    unequal = mean_under_beta(a, b, lambda p: 1.0 - p**num_samples - (1.0 - p) ** num_samples, degree=num_samples)
-    assert chance_informative(a, b, num_samples) == pytest.approx(unequal, abs=1e-9)
-
-
-def informative_by_an_urn(a, b, num_samples):
-    """Exactly, of whole a and b: an urn gives a ball of its colour back with another one; how many of each came."""
-    chances = {0: Fraction(1)}
-    for drawn in range(num_samples):
-        after = Counter()
-        for passed, chance in chances.items():
-            share = Fraction(a + passed, a + b + drawn)
-            after[passed + 1] += chance * share
-            after[passed] += chance * (1 - share)
-        chances = after
-    return sum(chance for passed, chance in chances.items() if 0 < passed < num_samples)
-
-
-def sizes_of(group_size, most, *seen):
-    """Of prompts of which so many succeeded and failed."""
-    model = SuccessModel(len(seen), TAU)
-    for prompt, (num_passed, num_failed) in enumerate(seen):
-        model.see(prompt, num_passed, num_failed, 0)
-    return GroupSizes(group_size, most, model).of(np.arange(len(seen)), 0).tolist()
-
-
-@settings(max_examples=40)
-@given(seen=st.tuples(st.integers(0, 6), st.integers(0, 30)), group_size=st.integers(2, 9), more=st.integers(0, 30))
-def test_a_prompt_that_mostly_fails_has_the_fewest_samples_that_tell_as_likely_as_those_of_a_new_one(
-    seen, group_size, more
-):
-    (num_passed, num_failed), enough = seen, 1 - Fraction(2, group_size + 1)
-    assert informative_by_an_urn(1, 1, group_size) == enough
-    wanted, enough = group_size, enough - Fraction(1, 10**9)
-    if num_failed > num_passed:
-        while wanted < group_size + more and informative_by_an_urn(1 + num_passed, 1 + num_failed, wanted) < enough:
-            wanted += 1
-    assert sizes_of(group_size, group_size + more, seen) == [wanted]
-
-
-def test_new_half_solved_and_solved_prompts_have_the_usual_number_and_hopeless_ones_as_many_as_are_allowed():
-    seen = [(0, 0), (20, 20), (16, 0), (0, 16), (1, 7), (0, 10**6)]
-    assert sizes_of(8, 1000, *seen) == [8, 8, 8, 60, 10, 1000]
-    assert sizes_of(8, 32, *seen) == [8, 8, 8, 32, 10, 32]
-    assert sizes_of(8, 8, *seen) == sizes_of(8, 0, *seen) == [8] * len(seen)
-    assert GroupSizes(8).of(np.arange(3), 0).tolist() == [8] * 3
-
-
-def test_what_failed_long_ago_counts_as_never_seen():
-    model = SuccessModel(1, TAU)
-    model.see(0, 0, 16, 0)
-    sizes = GroupSizes(8, 1000, model)
-    assert [int(sizes.of(np.array([0]), round(age * TAU))[0]) for age in (0, 1, 2, 3)] == [60, 25, 12, 8]
-
-
 # --- in the buffer --------------------------------------------------------------------------------
 
 NUM_PROMPTS, K, G = 48, 4, 2
@@ -216,13 +153,12 @@ class Run:
             max_lag=max_lag,
         )
         self.buffer.begin()
-        self.actor, self.step, self.leased, self.sizes = Actor(self.buffer), 0, [], []
+        self.actor, self.step, self.leased = Actor(self.buffer), 0, []
 
     def go(self, num_steps):
         for _ in range(num_steps):
             leases = self.actor.lease()
             self.leased += [lease.prompt_id for lease in leases]
-            self.sizes += [len(lease.sample_indices) for lease in leases]
             rewards = ((0.4, 0.4), (0.0, 1.0), (0.5, 0.5))
             rows = [
                 self.actor.rows(lease, [index], reward=rewards[lease.prompt_id % 3][index % 2])
@@ -252,14 +188,12 @@ def test_prompts_that_are_solved_half_of_the_time_are_trained_more_and_none_is_l
     assert (run.tries()[0].passed, run.tries()[2].failed) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("keys", [{}, {"most_samples": 12}])
-def test_a_service_that_is_killed_all_the_time_leases_what_one_that_lives_would(make, keys):
-    lives, killed = Run(make, **keys).go(40), Run(make, **keys)
+def test_a_service_that_is_killed_all_the_time_leases_what_one_that_lives_would(make):
+    lives, killed = Run(make).go(40), Run(make)
     for _ in range(40):
         killed.go(1)
         killed.buffer.restart()
-    assert (killed.leased, killed.sizes, killed.tries()) == (lives.leased, lives.sizes, lives.tries())
-    assert len({*lives.sizes}) > 1 if keys else {*lives.sizes} == {K}
+    assert (killed.leased, killed.tries()) == (lives.leased, lives.tries())
 
 
 @pytest.mark.parametrize("what", ["commit", "service"])
@@ -287,106 +221,15 @@ def test_other_laws_learn_nothing(make, law):
     assert Run(make, law).go(3).tries() == {}
 
 
-MORE = {"law": "epoch", "most_samples": 12}
-
-
-@pytest.fixture
-def lasting(monkeypatch):
-    """What is known of prompts does not fade."""
-    monkeypatch.setattr("buffer.prompts.LEAST_TAU", 1e9)
-
-
-@pytest.mark.usefixtures("lasting")
-def test_never_solved_prompts_have_larger_groups_each_time_they_come_and_every_epoch_has_each_prompt_once(make):
-    run = Run(make, **MORE).go(80)
-    visits = Counter()
-    for prompt, size in zip(run.leased, run.sizes, strict=True):
-        # a group of four failures asks for 8, and the 12 failures of two for 20
-        assert size == (K if prompt % 3 else (K, 8, 12)[min(2, visits[prompt])]), (prompt, visits[prompt])
-        visits[prompt] += 1
-    assert min(visits.values()) >= 3
-    for start in range(0, len(run.leased) - NUM_PROMPTS, NUM_PROMPTS):
-        assert sorted(run.leased[start : start + NUM_PROMPTS]) == list(range(NUM_PROMPTS))
-    assert run.buffer.faults() == []
-
-
-def never_solved(buffer):
-    """From now on all prompts were never solved, as the service has it in the store and in memory."""
-
-    def learn(tx):
-        for prompt in range(buffer.facts.num_prompts):
-            tx.tries.put(Tries(0.0, 100.0, 0), prompt)
-            buffer.core.groups.prompts.successes.put(prompt, Tries(0.0, 100.0, 0))
-
-    if buffer.core.groups.prompts.successes is not None:
-        buffer.store.write(learn)
-
-
-@pytest.mark.usefixtures("lasting")
-def test_who_has_room_for_so_many_groups_gets_as_many_samples_and_no_more_than_one_group_beyond(make):
-    run = Run(make, max_lag=16, **MORE)
-    never_solved(run.buffer)
-    for wanted, leased in ((1, 1), (3, 1), (4, 2), (7, 3)):
-        assert len(run.actor.lease(wanted)) == leased, "each has as many samples as three of the usual size"
-
-
-@pytest.mark.usefixtures("lasting")
-def test_a_group_keeps_its_size_whatever_the_key_becomes_and_a_sample_beyond_it_is_no_sample(make):
-    run = Run(make, **MORE)
-    never_solved(run.buffer)
-    (lease,) = run.actor.lease(1)
-    assert run.actor.work(lease, range(11), reward=0.0) == ["committed"] * 11
-    run.buffer.config = run.buffer.config.model_copy(update={"most_samples": 0})
-    run.buffer.restart()
-    assert run.actor.work(lease, [12]) == ["quarantined"]
-    assert run.actor.work(lease, [11]) == ["committed"]
-    assert [len(each.sample_indices) for each in run.actor.lease(2)] == [K, K]
-    assert run.buffer.status().quarantined_by_reason == {"sample_index out of range": 1}
-    assert run.buffer.faults() == []
-
-
-@pytest.mark.usefixtures("lasting")
-def test_what_is_issued_again_of_a_larger_group_are_the_samples_that_it_lacks(make):
-    run = Run(make, **MORE)
-    never_solved(run.buffer)
-    (lease,) = run.actor.lease(1)
-    run.actor.work(lease, range(3), reward=0.0)
-    run.buffer.now_s += 61.0
-    run.buffer.expire()
-    (again,) = run.actor.lease(2)
-    assert (again.group_id, again.sample_indices) == (lease.group_id, list(range(3, 12)))
-
-
-def test_the_capacity_is_that_of_the_largest_groups(tmp_path):
-    config = BufferConfig(capacity_trajectories=40, most_samples=12)
-    InProcessBuffer(tmp_path / "small", facts(max_lag=1), config.model_copy(update={"most_samples": 0})).close()
-    with pytest.raises(StoreError, match=r"capacity_trajectories = 40 is below the 72 samples .* buffer.most_samples"):
-        InProcessBuffer(tmp_path / "large", facts(max_lag=1), config)
-
-
-@pytest.mark.parametrize(
-    ("group_size", "most", "why"), [(1, 8, "nothing that could"), (4, 3, "is below actors.group_size = 4")]
-)
-def test_a_bound_that_agrees_with_no_group_is_refused(group_size, most, why):
-    with pytest.raises(ValueError, match=f"buffer.most_samples = {most} .*{why}"):
-        BufferConfig(most_samples=most).check_sizes(group_size, 1)
-    BufferConfig(most_samples=0).check_sizes(group_size, 1)
-    BufferConfig(most_samples=8).check_sizes(8, 1)
-
-
-@pytest.mark.parametrize("most", [0, 13, 16])
-def test_of_a_larger_group_a_longer_answer_is_foretold(make, most):
-    buffer = make(
-        BufferConfig(prompt_law="uniform", most_samples=most), group_size=K, num_prompts=NUM_PROMPTS, max_tokens=4096
-    )
+def test_the_longest_answer_of_a_group_is_foretold(make):
+    buffer = make(BufferConfig(prompt_law="uniform"), group_size=K, num_prompts=NUM_PROMPTS, max_tokens=4096)
     buffer.begin()
-    never_solved(buffer)
-    buffer.store.write(lambda tx: setattr(tx.state, "lengths", Shape(1e9, 5.0, 0.3e9, 1e9, 0.2e9, 1e9)))
-    (lease,) = Actor(buffer).lease(1)
-    group, lengths = buffer.store.read(lambda tx: tx.groups.require(lease.group_id)), LengthModel(1)
+    lengths = LengthModel(1)
     lengths.shape = Shape(1e9, 5.0, 0.3e9, 1e9, 0.2e9, 1e9)
-    assert group.foretold == pytest.approx(lengths.longest_of(np.array([0]), most or K, 0)[0], abs=1.0)
-    assert lengths.longest_of(np.array([0]), 16, 0)[0] > 1.3 * lengths.longest_of(np.array([0]), K, 0)[0]
+    buffer.store.write(lambda tx: setattr(tx.state, "lengths", lengths.shape))
+    (lease,) = Actor(buffer).lease(1)
+    group = buffer.store.read(lambda tx: tx.groups.require(lease.group_id))
+    assert group.foretold == pytest.approx(lengths.longest_of(np.array([0]), K, 0)[0], abs=1.0)
 
 
 def test_a_run_that_is_resumed_under_another_law_goes_on(make):

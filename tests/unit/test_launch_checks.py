@@ -113,12 +113,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--buffer.capacity_trajectories", "10"], "may be outstanding at once"),
         (["--buffer.capacity_trajectories", "1024"], "is below the 1280 samples"),
         (["--weight_sync.on_stale", "wait", "--buffer.sampler", "uniform"], "on_stale = 'wait' lets no group pass"),
-        (["--buffer.most_samples", "3"], "buffer.most_samples = 3 is below actors.group_size"),
-        (["--buffer.most_samples", "65537"], "buffer.most_samples"),
-        (
-            ["--buffer.most_samples", "9", "--buffer.capacity_trajectories", "100"],
-            "is below the 1440 samples that may be outstanding at once",
-        ),
         (["--actors.eval_every", "5", "--actors.eval_problems", "2000"], "holds out 1024"),
         (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),
         (["--run.name", "a/b"], "is not a folder name"),
@@ -279,14 +273,6 @@ def test_a_machine_that_is_too_small_may_dry_run_what_it_cannot_run(capsys, tmp_
     said = capsys.readouterr().out
     assert f"It would not start on this machine: {lacks}" in said
     assert "in order" not in said
-
-
-def test_a_dry_run_says_between_which_sizes_groups_may_be(capsys, tmp_path):
-    asked = ["--run.dir", str(tmp_path / "runs"), "--dry-run", "--buffer.most_samples", "24"]
-    assert main(["train", str(DEMO), *asked]) == OK
-    said = capsys.readouterr().out
-    assert "8 to 24 samples per prompt" in said
-    assert "32 prompts (256 to 768 samples)" in said
 
 
 @pytest.mark.parametrize("end", ["<end>", "<eos>"])
