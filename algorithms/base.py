@@ -225,7 +225,7 @@ class GroupSection(AlgorithmSection):
     compare: Literal["group", "prompt"] = Field(
         default="group",
         description="A sample is compared with its own group, or with all samples of its prompt in the step, also "
-        "those of other policy versions (buffer.groups_per_prompt draws them together).",
+        "those of other policy versions (same_prompt of examples/samplers.py draws them together).",
     )
 
     def compared(self, inputs: LossInputs) -> LossInputs:

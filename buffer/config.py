@@ -67,11 +67,6 @@ class BufferConfig(BaseModel):
         "steps, beside those of steps in progress, so that under replay actors generate what takes the place of what "
         "was used up; unset: as much as the staleness bound lets them.",
     )
-    groups_per_prompt: PositiveInt = Field(
-        default=1,
-        description="Each group that the sampler takes brings up to this minus 1 others of its prompt into the step, "
-        "the newest first, for losses that compare samples of one prompt across policy versions.",
-    )
     refill_uninformative: float = Field(
         default=0.0,
         ge=0.0,
@@ -133,28 +128,12 @@ class BufferConfig(BaseModel):
                 f"max_uses = 'unlimited' with {where} would draw the same oldest groups at every step: give max_uses "
                 "a number, or choose 'uniform', 'reward_softmax' or 'prioritised'"
             )
-        if self.groups_per_prompt > 1:
-            self._check_groups_per_prompt(chosen, where)
         if 0 < self.capacity_gib * 1024 < MAX_MESSAGE_MIB:
             raise ValueError(
                 f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "
                 f"may hold ({MAX_MESSAGE_MIB} MiB): raise it"
             )
         return self
-
-    def _check_groups_per_prompt(self, sampler: str, where: str) -> None:
-        """Refuse what would choose, beside the prompt, which groups come together."""
-        what = f"groups_per_prompt = {self.groups_per_prompt} brings different groups of a prompt together"
-        if self.refill_uninformative:
-            raise ValueError(
-                f"{what}, so that a group of equal rewards differs from the others of its prompt, and "
-                "refill_uninformative would set it aside: set refill_uninformative = 0, or groups_per_prompt = 1"
-            )
-        if sampler == "length_balanced":
-            raise ValueError(
-                f"{what} whatever their lengths, so {where} could not balance those: choose 'fifo', 'uniform', "
-                "'reward_softmax' or 'prioritised', or set groups_per_prompt = 1"
-            )
 
     def check_capacity(self, group_size: int, num_groups: int) -> None:
         """Check that so many groups have room.

@@ -42,14 +42,12 @@ def check_config(config: BufferConfig, facts: RunFacts) -> None:
         StoreError: no group could be used within the bound, the capacity is below what may be outstanding, or the
             sampler contradicts on_stale.
     """
-    takes_others = config.replays or config.groups_per_prompt > 1
     # on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep
-    if facts.staleness.on_stale == "wait" and (config.sampler != "fifo" or takes_others):
+    if facts.staleness.on_stale == "wait" and (config.sampler != "fifo" or config.replays):
         raise StoreError(
             "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
-            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}, groups_per_prompt = "
-            f"{config.groups_per_prompt}: use sampler = 'fifo', max_uses = 1 and groups_per_prompt = 1, or "
-            "on_stale = 'drop'"
+            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}: use sampler = 'fifo' "
+            "and max_uses = 1, or on_stale = 'drop'"
         )
     try:
         config.check_capacity(facts.group_size, facts.contract.capacity() + facts.groups_per_step)

@@ -7,7 +7,6 @@ all its chance comes from the generator it is given, so that a draw can be repea
     Weighted        by chance, in proportion to a weight: `uniform`, `reward_softmax` or `prioritised`
     LengthBalanced  from every length in proportion to how many there are, oldest first within it
     OnPolicyShare   a share of the newest tokens, the rest by another sampler
-    SamePrompt      what another sampler takes, each with other groups of its prompt
     FromFile        what a sampler of a user's takes, which is checked
 """
 
@@ -143,31 +142,6 @@ class OnPolicyShare:
 
 
 @dataclass(frozen=True)
-class SamePrompt:
-    """What another sampler takes, each group followed by others of its prompt, so that a loss can compare them.
-
-    The other sampler must choose in an order that can be cut off: its later choices make room.
-    """
-
-    sampler: Sampler
-    num_others: int
-    """The most others of a prompt that follow each group that the sampler takes."""
-
-    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        """The sampler's choices in their order, each with the others of its prompt."""
-        chosen: dict[int, None] = {}
-        for group_id in self.sampler.choose(candidates, num_groups, random, taken):
-            if group_id in chosen:
-                continue  # it came as another of its prompt, and brings none
-            chosen[group_id] = None
-            free = (each for each in candidates.same_prompt(group_id) if each not in taken and each not in chosen)
-            chosen.update(dict.fromkeys(islice(free, self.num_others)))
-            if len(chosen) >= num_groups:
-                break
-        return list(chosen)[:num_groups]
-
-
-@dataclass(frozen=True)
 class FromFile:
     """A sampler of a user's: what it raises and what it takes wrongly names its file."""
 
@@ -274,8 +248,6 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
     sampler = sampler or Weighted()
     if config.sampler == "on_policy_share":
         sampler = OnPolicyShare(config.on_policy_share, sampler)
-    if config.groups_per_prompt > 1:
-        sampler = SamePrompt(sampler, config.groups_per_prompt - 1)
     return sampler, weight
 
 

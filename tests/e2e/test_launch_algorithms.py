@@ -46,8 +46,9 @@ def test_ppo_takes_several_updates_per_draw_with_a_critic_within_the_bound(tmp_p
 def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
     steps, summary = finished(
         tmp_path,
-        *("--task.num_train", "16", "--algorithm.compare", "prompt", "--buffer.groups_per_prompt", "2"),
-        *("--buffer.sampler", "uniform", "--buffer.max_uses", "4", "--weight_sync.max_lag", "unbounded"),
+        *("--task.num_train", "16", "--algorithm.compare", "prompt"),
+        *("--buffer.sampler", "examples/samplers.py:same_prompt", "--buffer.max_uses", "4"),
+        *("--weight_sync.max_lag", "unbounded"),
         example="demo-dpo",
     )
     assert len(steps) == 12

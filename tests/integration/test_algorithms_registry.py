@@ -79,10 +79,10 @@ def test_the_pages_show_the_files_of_the_examples():
     assert (EXAMPLES / "samplers.py").read_text() in blocks("python", DOCS.parent / "buffer.md")
 
 
-@pytest.mark.parametrize("sampler", ["hard_ones", "newest_first"])
+@pytest.mark.parametrize("sampler", ["hard_ones", "newest_first", "same_prompt"])
 def test_the_example_names_a_loss_and_a_sampler_that_can_be_had(sampler):
     changed = ["--buffer.sampler", f"{EXAMPLES}/samplers.py:{sampler}"]
-    config = load_config(EXAMPLES / "own-loss.toml", changed if sampler == "hard_ones" else [])
+    config = load_config(EXAMPLES / "own-loss.toml", changed if sampler != "newest_first" else [])
     assert config.algorithm.type == f"{EXAMPLES / 'reinforce.py'}:ALGORITHM"
     assert config.buffer.sampler == f"{EXAMPLES / 'samplers.py'}:{sampler}"
     assert samplers.build(config.buffer)[0].choose is not None

@@ -28,10 +28,8 @@ def configs(draw):
     replay_sampler = draw(st.sampled_from(sorted(set(SAMPLERS) - {"on_policy_share"})))
     in_order = (replay_sampler if sampler == "on_policy_share" else sampler) in ("fifo", "length_balanced")
     max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
-    in_strata = (replay_sampler if sampler == "on_policy_share" else sampler) == "length_balanced"
     return BufferConfig(
         sampler=sampler,
-        groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if not in_strata else 1,
         replay_sampler=replay_sampler,
         on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         reward_temperature=0.1,

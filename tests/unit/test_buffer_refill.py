@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-from pydantic import ValidationError
 
 from buffer.config import BufferConfig
 from buffer.groups import most_set_aside
@@ -180,8 +179,3 @@ def test_the_guard_of_lengths_sees_what_refilling_leaves_out(make, caplog):
 @pytest.mark.parametrize(("refill", "num_groups", "most"), [(0.0, 8, 0), (0.1, 8, 1), (1.1, 10, 11), (2.5, 3, 8)])
 def test_the_bound_is_a_multiple_of_the_step_rounded_up(refill, num_groups, most):
     assert most_set_aside(refill, num_groups) == most
-
-
-def test_it_is_refused_where_groups_of_a_prompt_are_compared_with_each_other():
-    with pytest.raises(ValidationError, match="set refill_uninformative = 0, or groups_per_prompt = 1"):
-        BufferConfig(refill_uninformative=1.0, groups_per_prompt=2, max_uses=4)

@@ -1,15 +1,17 @@
-"""Groups of one prompt that enter a step together (groups_per_prompt)."""
+"""Groups of one prompt that enter a step together: `same_prompt` of examples/samplers.py."""
 
-import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate, train
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "samplers.py"
+SAME_PROMPT = f"{EXAMPLE}:same_prompt"
 
 
 def started(make, settings, **changes):
@@ -17,6 +19,14 @@ def started(make, settings, **changes):
     actor = Actor(buffer)
     buffer.begin()
     return buffer, actor
+
+
+@pytest.fixture
+def three_others(tmp_path):
+    """A sampler that brings up to three others of a prompt."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"{EXAMPLE.read_text()}\n\nthree_others = SamePrompt(3)\n")
+    return f"{file}:three_others"
 
 
 def prompts_of(buffer):
@@ -32,24 +42,20 @@ def stored(buffer, actor, num_rounds):
     return of_prompt
 
 
-def test_a_group_brings_the_newest_others_of_its_prompt_ahead_of_the_laws_later_choices(make):
-    buffer, actor = started(make, BufferConfig(groups_per_prompt=3, max_uses=2), groups_per_step=5, num_prompts=5)
+def test_a_group_brings_the_newest_other_of_its_prompt(make):
+    buffer, actor = started(make, BufferConfig(sampler=SAME_PROMPT, max_uses="unlimited"), groups_per_step=5)
     of_prompt = stored(buffer, actor, 4)
-    oldest = sorted(groups[0] for groups in of_prompt.values())
-    prompt = prompts_of(buffer)
-    first, second = (of_prompt[prompt[group]] for group in oldest[:2])
-    assert buffer.draw(1, 0)[0].group_ids == [first[0], first[3], first[2], second[0], second[3]], (
-        "the oldest group, the two newest of its prompt, then the next oldest as far as there is room"
-    )
+    for step in range(1, 30):
+        drawn = train(buffer, step).group_ids
+        for one, other in (drawn[:2], drawn[2:4]):
+            groups = of_prompt[prompts_of(buffer)[one]]
+            left = [each for each in groups if each not in drawn[: drawn.index(other)]]
+            assert other == left[-1], "of its prompt, the one leased last that is not in the step yet"
 
 
-def test_a_step_is_never_larger_and_its_groups_are_whole_and_named_once(make):
-    buffer, actor = started(
-        make,
-        BufferConfig(sampler="uniform", max_uses="unlimited", groups_per_prompt=4),
-        groups_per_step=6,
-        group_size=2,
-    )
+def test_a_step_is_never_larger_and_its_groups_are_whole_and_named_once(make, three_others):
+    settings = BufferConfig(sampler=three_others, max_uses="unlimited")
+    buffer, actor = started(make, settings, groups_per_step=6, group_size=2)
     stored(buffer, actor, 5)
     for step in range(1, 30):
         reply, rows = buffer.draw(step, step - 1)
@@ -60,40 +66,27 @@ def test_a_step_is_never_larger_and_its_groups_are_whole_and_named_once(make):
         buffer.finish(step, step)
 
 
-def test_every_group_is_the_first_of_its_prompt_as_often_as_the_sampler_says(make):
-    rewards = {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5}
-    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.5, max_uses="unlimited", groups_per_prompt=2)
-    buffer, actor = started(make, settings, groups_per_step=2)
-    for _ in range(2):
-        leases = actor.lease(4)
-        for lease in leases:
-            actor.work(lease, reward=rewards[lease.prompt_id])
-    firsts = Counter()
-    for step in range(1, 501):
-        one, other = train(buffer, step).group_ids
-        assert prompts_of(buffer)[one] == prompts_of(buffer)[other]
-        firsts[prompts_of(buffer)[one]] += 1
-    total = sum(math.exp(2 * reward) for reward in rewards.values())
-    for prompt, reward in rewards.items():
-        chance = math.exp(2 * reward) / total
-        assert abs(firsts[prompt] - 500 * chance) <= 4 * math.sqrt(500 * chance * (1 - chance))
+def test_every_prompt_comes_first_alike_often(make):
+    buffer, actor = started(make, BufferConfig(sampler=SAME_PROMPT, max_uses="unlimited"), groups_per_step=2)
+    stored(buffer, actor, 2)
+    firsts = Counter(prompts_of(buffer)[train(buffer, step).group_ids[0]] for step in range(1, 401))
+    assert all(abs(firsts[prompt] - 100) < 4 * (400 * 0.25 * 0.75) ** 0.5 for prompt in range(4))
 
 
-def test_groups_of_an_unfinished_step_and_used_up_ones_are_no_mates(make):
-    settings = BufferConfig(groups_per_prompt=4, max_uses=2)
-    buffer, actor = started(make, settings, groups_per_step=2, num_prompts=1)
-    first, second, third, fourth = generate(buffer, actor, 4)
+def test_groups_of_an_unfinished_step_and_used_up_ones_are_not_brought(make, three_others):
+    buffer, actor = started(make, BufferConfig(sampler=three_others, max_uses=2), groups_per_step=2, num_prompts=1)
+    generate(buffer, actor, 4)
     for step in (1, 3):
-        assert buffer.draw(step, step - 1)[0].group_ids == [first, fourth]
-        assert buffer.draw(step + 1, step)[0].group_ids == [second, third]
+        one, other = (set(buffer.draw(each, each - 1)[0].group_ids) for each in (step, step + 1))
+        assert one | other == {1, 2, 3, 4}
         buffer.finish(step, step)
         buffer.finish(step + 1, step + 1)
-    fifth, sixth = generate(buffer, actor, 2)
-    assert buffer.draw(5, 4)[0].group_ids == [fifth, sixth]
+    fresh = generate(buffer, actor, 2)
+    assert set(buffer.draw(5, 4)[0].group_ids) == set(fresh)
 
 
-def test_mates_keep_the_use_limit_and_the_age_bound(make):
-    settings = BufferConfig(sampler="uniform", groups_per_prompt=3, max_uses=2)
+def test_they_keep_the_use_limit_and_the_age_bound(make):
+    settings = BufferConfig(sampler=SAME_PROMPT, max_uses=2)
     buffer, actor = started(make, settings, groups_per_step=3, num_prompts=2, max_lag=6, max_actor_lag=0)
     uses, oldest_of = Counter(), {}
     for step in range(1, 25):
@@ -107,10 +100,9 @@ def test_mates_keep_the_use_limit_and_the_age_bound(make):
     assert max(uses.values()) == 2
 
 
-@pytest.mark.parametrize("sampler", ["fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share"])
-def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_side(make, sampler):
+def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_side(make):
     def run(restarts):
-        settings = BufferConfig(sampler=sampler, max_uses=8, groups_per_prompt=2)
+        settings = BufferConfig(sampler=SAME_PROMPT, max_uses=8)
         buffer, actor = started(make, settings, groups_per_step=4, num_prompts=6)
         for reward in range(3):
             generate(buffer, actor, 6, [float(reward)])
@@ -128,32 +120,6 @@ def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_si
     assert run(restarts=False) == run(restarts=True)
 
 
-def test_an_on_policy_share_keeps_its_meaning_for_the_groups_that_the_sampler_takes(make):
-    """Every second group that the sampler takes is one of the newest, though others take half of the room."""
-    settings = BufferConfig(sampler="on_policy_share", on_policy_share=0.5, max_uses="unlimited", groups_per_prompt=2)
-    buffer, actor = started(make, settings, groups_per_step=4, num_prompts=40)
-    generate(buffer, actor, 80)  # two of each prompt; the last two are the newest that a step looks for
-    firsts = [train(buffer, step).group_ids[0] for step in range(1, 401)]
-    share = sum(group > 78 for group in firsts) / 400
-    assert abs(share - 0.5) <= 4 * math.sqrt(0.25 / 400)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "sentence"),
-    [
-        ({"sampler": "length_balanced"}, "sampler = 'length_balanced' could not balance those"),
-        (
-            {"sampler": "on_policy_share", "replay_sampler": "length_balanced"},
-            "replay_sampler = 'length_balanced' could not",
-        ),
-        ({"groups_per_prompt": 0}, "groups_per_prompt"),
-    ],
-)
-def test_what_would_part_the_groups_of_a_prompt_is_refused_in_a_sentence(knobs, sentence):
-    with pytest.raises(ValidationError, match=sentence):
-        BufferConfig(**{"groups_per_prompt": 2, **knobs})
-
-
 def test_on_stale_wait_is_refused_where_a_prompts_other_groups_go_first(tmp_path):
-    with pytest.raises(StoreError, match=r"on_stale = 'wait'.* groups_per_prompt = 2"):
-        InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(groups_per_prompt=2))
+    with pytest.raises(StoreError, match=r"on_stale = 'wait'.*:same_prompt"):
+        InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(sampler=SAME_PROMPT))
