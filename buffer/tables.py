@@ -233,12 +233,6 @@ class Group(msgspec.Struct):
         return len(usable) > 1 and len({self.rewards[index] for index in usable}) == 1
 
     @property
-    def mean_length(self) -> float | None:
-        """Tokens of a committed sample on average; None where none is committed."""
-        known = [length for length in self.lengths if length]
-        return fmean(known) if known else None
-
-    @property
     def mean_completion(self) -> float:
         """Completion tokens of a committed sample on average; 0 where none is committed."""
         known = [length for length in self.completion_lengths if length]

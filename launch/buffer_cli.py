@@ -22,7 +22,7 @@ from buffer.dispatch import rate_of
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
 from buffer.nonsense import SetAside
-from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
+from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, joined, read_row
 from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store, compact
 from buffer.rows import SCHEMA_VERSION
@@ -43,15 +43,12 @@ _WIDTH = 116
 _FIRST_BYTES = 256
 _MAX_QUARANTINED_VALUE = 2_000
 """Characters of one value of a quarantined row that are shown, whatever it is."""
-_SELECTION = ("prompt", "version", "since_version", "min_reward", "max_length", "phase")
 
 Decode = Callable[[Sequence[int]], str | None]
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run one of the verbs and return the exit status."""
-    if contradiction := _contradiction(parsed):
-        return refuse(contradiction, ExitStatus.WRONG_INPUT)
     verb = {"ls": _ls, "show": _show, "verify": _verify, "export": _export, "compact": _compact}[parsed.buffer_verb]
     try:
         return verb(parsed)
@@ -59,37 +56,18 @@ def run(parsed: argparse.Namespace) -> int:
         return refuse(error)
 
 
-def _contradiction(parsed: argparse.Namespace) -> str:
-    """Why these options do not go together; '' where they do."""
-    if parsed.buffer_verb != "ls":
-        return ""
-    given = [name for name in (*_SELECTION, "by") if getattr(parsed, name) is not None]
-    given += ["reverse"] if parsed.reverse else []
-    if parsed.quarantine and given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        return f"--quarantine lists what belongs to no group, so it takes --limit alone: leave out {names}"
-    if parsed.reverse and parsed.by is None:
-        return "--reverse turns the order of --by round, and there is none: add --by prompt|version|reward|length"
-    return ""
-
-
-def _selection(parsed: argparse.Namespace) -> Selection:
-    exact = parsed.version
-    return Selection(
-        prompt_id=parsed.prompt,
-        since_version=parsed.since_version if exact is None else exact,
-        until_version=exact,
-        min_reward=parsed.min_reward,
-        max_length=parsed.max_length,
-        phase=parsed.phase,
-    )
-
-
 def _open(path: Path) -> AbstractContextManager[Inspection]:
     return Inspection.open(named_run(path))
 
 
 def _ls(parsed: argparse.Namespace) -> int:
+    given = [f"--{name}" for name in ("prompt", "phase") if getattr(parsed, name) is not None]
+    if parsed.quarantine and given:
+        names = ", ".join(given)
+        return refuse(
+            f"--quarantine lists what belongs to no group, so it takes --limit alone: leave out {names}",
+            ExitStatus.WRONG_INPUT,
+        )
     with _open(parsed.run) as inspection:
         print(headline(inspection))
         if parsed.quarantine:
@@ -98,7 +76,7 @@ def _ls(parsed: argparse.Namespace) -> int:
                 print(quarantine_line(entry))
             return _tell_damage(inspection.damaged, inspection.folder)
         print(GROUPS_HEAD)
-        groups = inspection.groups(_selection(parsed), by=parsed.by, newest_first=parsed.reverse)
+        groups = inspection.groups(prompt_id=parsed.prompt, phase=parsed.phase)
         for line in listing(islice(groups, parsed.limit)):
             print(line)
         return _tell_damage(inspection.damaged, inspection.folder)
@@ -154,7 +132,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 def _export(parsed: argparse.Namespace) -> int:
     with _open(parsed.run) as inspection:
-        done, folder = export(inspection, _selection(parsed), parsed.out), inspection.folder
+        done, folder = export(inspection, parsed.out), inspection.folder
     size = f"{done.size_bytes / 2**20:.1f} MiB"
     print(f"{done.num_rows} trajectories of {done.num_groups} groups in {parsed.out} ({size})")
     return _tell_damage(done.damaged, folder)

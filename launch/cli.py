@@ -44,7 +44,6 @@ SCALE_PATIENCE_S = 30.0
 MAX_COUNT = 1024
 """An actor is a process with an engine: more of them in one pool is a slip of the hand."""
 PHASES = ("open", "ready", "drawn", "closed")
-INDEXES = ("prompt", "version", "reward", "length")
 _MAX_INTEGER = 2**63 - 1
 _CTRL_C = "Ctrl-C once: finish the step, write a checkpoint, end. Twice: stop now."
 
@@ -384,8 +383,8 @@ def _add_buffer(parsers: Any) -> None:  # noqa: ANN401 -- as in `Verb`
         parser.add_argument("run", type=Path, metavar="RUN", help=where)
         parser.set_defaults(run_verb=_buffer, takes_overrides=False)
     ls, show, export = added["ls"], added["show"], added["export"]
-    ls.add_argument("--by", choices=INDEXES, help="complete groups only, in the order of this index")
-    ls.add_argument("--reverse", action="store_true", help="descending order of --by")
+    ls.add_argument("--prompt", type=_integer, metavar="N", help="groups of this prompt")
+    ls.add_argument("--phase", choices=PHASES, help="groups in this phase of their life")
     ls.add_argument("--limit", type=_count, metavar="N", help="the first N only")
     ls.add_argument("--quarantine", action="store_true", help="list what failed validation instead, with its reason")
     what = show.add_mutually_exclusive_group(required=True)
@@ -393,17 +392,6 @@ def _add_buffer(parsers: Any) -> None:  # noqa: ANN401 -- as in `Verb`
     what.add_argument("--record", type=_count, metavar="N", help="one stored trajectory, in full")
     what.add_argument("--quarantined", type=_count, metavar="N", help="one quarantined row or message")
     export.add_argument("out", type=Path, metavar="OUT.parquet")
-    for parser in (ls, export):
-        which = parser.add_argument_group("which groups")
-        which.add_argument("--prompt", type=_integer, metavar="N", help="of this prompt")
-        version = which.add_mutually_exclusive_group()
-        version.add_argument("--version", type=_integer, metavar="V", help="whose oldest token is of policy version V")
-        of_later = "whose oldest token is of version V or newer"
-        version.add_argument("--since-version", type=_integer, metavar="V", help=of_later)
-        which.add_argument("--min-reward", type=float, metavar="R", help="whose mean reward is at least R")
-        of_short = "none of whose samples has more tokens than N"
-        which.add_argument("--max-length", type=_integer, metavar="N", help=of_short)
-        which.add_argument("--phase", choices=PHASES, help="in this phase of their life")
 
 
 VERBS = (

@@ -29,7 +29,7 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from buffer.errors import StoreError
-from buffer.offline.inspect import Inspection, Selection, joined
+from buffer.offline.inspect import Inspection, joined
 from common.costs import Moments
 from common.hf_folder import model_identity
 from common.process import usable_cpus
@@ -317,7 +317,7 @@ def _trained(folder: RunFolder) -> _Trained:
     prompts: list[int] = []
     prompt_tokens: list[int] = []
     with Inspection.open(folder.root) as inspection:
-        for group in inspection.groups(Selection(), with_samples=True):
+        for group in inspection.groups(with_samples=True):
             row = group.row
             there = [(total, own) for total, own in zip(row.lengths, row.completion_lengths, strict=True) if total]
             completions += [own for _, own in there]

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
 from launch.observe.totals import Interval, shared
 from launch.observe.trace import read
@@ -110,7 +110,7 @@ class FinishedRun:
         path = self.folder / "samples.parquet"
         columns = ["trained_step", "token_ids", "prompt_length", "started_s", "finished_s"]
         with Inspection.open(self.folder / "buffer") as inspection:
-            export(inspection, Selection(), path)
+            export(inspection, path)
         found = pq.read_table(path, columns=columns)
         path.unlink()
         found = found.filter(found["trained_step"].is_valid())

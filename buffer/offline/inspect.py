@@ -11,10 +11,10 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,36 +31,10 @@ from buffer.transaction import Transaction
 
 T = TypeVar("T")
 
-Order = Literal["prompt", "version", "reward", "length"]
-
 READ_S = 0.1
 """How long one transaction reads before it ends and the next one resumes."""
 READ_BYTES = 16 * 2**20
 """How much one transaction reads at most, give or take one group."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which groups are wanted; None sets no limit. All limits are inclusive."""
-
-    prompt_id: int | None = None
-    since_version: int | None = None
-    """Effective version of the group's oldest token."""
-    until_version: int | None = None
-    min_reward: float | None = None
-    """Mean over the group's samples that have a reward."""
-    max_length: int | None = None
-    """Tokens of the group's longest sample, prompt included."""
-    phase: str | None = None
-
-    def accepts(self, group: GroupView) -> bool:
-        return (
-            (self.prompt_id is None or group.row.prompt_id == self.prompt_id)
-            and (self.phase is None or group.row.phase == self.phase)
-            and _within(group.oldest_version, self.since_version, self.until_version)
-            and _within(group.row.mean_reward, self.min_reward, None)
-            and _within(max(group.lengths, default=None), None, self.max_length)
-        )
 
 
 class Sample(NamedTuple):
@@ -88,18 +62,6 @@ class GroupView:
     @property
     def lengths(self) -> list[int]:
         return [length for length in self.row.lengths if length]
-
-    def value(self, by: Order) -> float | None:
-        """What the group is listed by: its prompt, the version of its oldest token, its mean reward or mean length."""
-        match by:
-            case "prompt":
-                return self.row.prompt_id
-            case "version":
-                return self.oldest_version
-            case "reward":
-                return self.row.mean_reward
-            case "length":
-                return self.row.mean_length
 
 
 class Quarantined(NamedTuple):
@@ -159,31 +121,24 @@ class Inspection:
         return look_at(self.store, lambda tx: tx.state)
 
     def groups(
-        self, wanted: Selection, *, by: Order | None = None, newest_first: bool = False, with_samples: bool = False
+        self, *, prompt_id: int | None = None, phase: str | None = None, with_samples: bool = False
     ) -> Iterator[GroupView]:
-        """The groups wanted, by their ids or in the order of a value.
+        """Yield the groups by their ids.
 
         Args:
-            wanted: which ones.
-            by: complete groups that have this value, in its order; None: all.
-            newest_first: descending order of `by`.
+            prompt_id: only those of this prompt.
+            phase: only those in this phase.
             with_samples: read the stored samples too.
         """
-        reader = _Reader(self.store, wanted, self.damaged)
-        if by is None:
-            return reader.all(with_samples=with_samples)
-        places = [
-            (value, group.row.group_id)
-            for group in reader.all(with_samples=False)
-            if group.row.phase != "open" and group.row.is_stored and (value := group.value(by)) is not None
-        ]
-        places.sort(reverse=newest_first)
-        found = (reader.one(group_id, with_samples=with_samples) for _, group_id in places)
-        return (group for group in found if group is not None)
+
+        def is_wanted(group: Group) -> bool:
+            return prompt_id in (None, group.prompt_id) and phase in (None, group.phase)
+
+        return _Reader(self.store, self.damaged, is_wanted).all(with_samples=with_samples)
 
     def group(self, group_id: int) -> GroupView | None:
         """One group with its samples; None where there is none."""
-        return _Reader(self.store, Selection(), self.damaged).one(group_id, with_samples=True)
+        return _Reader(self.store, self.damaged).one(group_id)
 
     def group_of_record(self, record_id: int) -> GroupView | None:
         """The group that a stored record belongs to; None where there is no such record.
@@ -245,9 +200,9 @@ def read_row(data: bytes) -> dict[str, Any] | None:
 class _Reader:
     """Reads groups of one store, in short transactions."""
 
-    def __init__(self, store: Store, wanted: Selection, damaged: list[str]) -> None:
+    def __init__(self, store: Store, damaged: list[str], is_wanted: Callable[[Group], bool] = lambda _: True) -> None:
         self._store = store
-        self._wanted = wanted
+        self._is_wanted = is_wanted
         self._damaged = damaged
         """Takes a sentence for each value that does not match its checksum."""
 
@@ -257,9 +212,9 @@ class _Reader:
             found, position = look_at(self._store, partial(self._some, first=position, with_samples=with_samples))
             yield from found
 
-    def one(self, group_id: int, *, with_samples: bool) -> GroupView | None:
-        """The group of this id, if it is there and wanted."""
-        return look_at(self._store, lambda tx: self._view(tx, group_id, with_samples))
+    def one(self, group_id: int) -> GroupView | None:
+        """The group of this id with its samples, if it is there and wanted."""
+        return look_at(self._store, lambda tx: self._view(tx, group_id, with_samples=True))
 
     def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
         """What one transaction reads, and the id where the next one goes on; None: at the end."""
@@ -276,14 +231,11 @@ class _Reader:
 
     def _view(self, tx: Transaction, group_id: int, with_samples: bool) -> GroupView | None:
         group = self._whole(f"group {group_id}", lambda: tx.groups.get(group_id))
-        if group is None:
+        if group is None or not self._is_wanted(group):
             return None
         prompt_id, oldest = group.prompt_id, None if group.oldest is None else tx.state.effective(group.oldest)
         tries = self._whole(f"the success of prompt {prompt_id}", lambda: tx.tries.get(prompt_id))
-        view = GroupView(group, oldest, tries)
-        if not self._wanted.accepts(view):
-            return None
-        return replace(view, samples=self._samples(tx, group)) if with_samples else view
+        return GroupView(group, oldest, tries, self._samples(tx, group) if with_samples else ())
 
     def _samples(self, tx: Transaction, group: Group) -> list[Sample]:
         samples = []
@@ -319,12 +271,6 @@ def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
 def _group_of(tx: Transaction, record_id: int) -> int | None:
     holder = tx.find_block(record_id)
     return None if holder is None else rows.group_of(holder[0])
-
-
-def _within(value: float | None, low: float | None, high: float | None) -> bool:
-    if value is None:
-        return low is None and high is None
-    return (low is None or value >= low) and (high is None or value <= high)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from buffer.config import MAX_GROUP_SIZE, BufferConfig
 from buffer.core import BufferCore
 from buffer.errors import StoreError
 from buffer.ingest import PushedRow, faults, rows_of
-from buffer.offline.inspect import Inspection, Selection, joined
+from buffer.offline.inspect import Inspection, joined
 from buffer.offline.sample_file import SUFFIXES, BadRows, batches_of, read_samples
 from buffer.rows import RowBytes, flat_values, list_array
 from buffer.schema import SCHEMA
@@ -111,7 +111,7 @@ class Recorded:
                 yield RecordedGroups(self._file.batch.slice(start, end - start), self._file.rows[start:end])
                 start = end
         elif self._inspection is not None:
-            for groups in batches_of(self._inspection.groups(Selection(), with_samples=True)):
+            for groups in batches_of(self._inspection.groups(with_samples=True)):
                 yield RecordedGroups(joined([sample for group in groups for sample in group.samples]), None)
 
 

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffer.errors import StoreError
-from buffer.offline.inspect import GroupView, Inspection, Sample, Selection, joined
+from buffer.offline.inspect import GroupView, Inspection, Sample, joined
 from buffer.rows import list_bounds
 from buffer.schema import SCHEMA, Trajectory, VersionSpan, to_batch
 from buffer.tables import StoreState
@@ -71,8 +71,8 @@ class ParquetExport(NamedTuple):
     """What was left out because it does not match its checksum, one sentence each."""
 
 
-def export(inspection: Inspection, wanted: Selection, path: Path) -> ParquetExport:
-    """Write the stored trajectories of the groups wanted as a Parquet file; one of that name is replaced.
+def export(inspection: Inspection, path: Path) -> ParquetExport:
+    """Write the stored trajectories as a Parquet file; one of that name is replaced.
 
     Raises:
         StoreError: the file cannot be written, or the store cannot be read.
@@ -86,7 +86,7 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> ParquetExpo
     num_groups = num_rows = 0
     try:
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for groups in batches_of(inspection.groups(wanted, with_samples=True)):
+            for groups in batches_of(inspection.groups(with_samples=True)):
                 table = _table(groups, state, schema)
                 writer.write_table(table)
                 num_groups += len(groups)

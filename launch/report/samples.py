@@ -94,7 +94,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
         BufferError: there is none, or it cannot be read.
         OSError: likewise.
     """
-    from buffer.offline.inspect import Inspection, Selection
+    from buffer.offline.inspect import Inspection
 
     deadline = clock() + limit_s
     with Inspection.open(root) as inspection:
@@ -107,7 +107,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
             fidelity=state.length_fidelity,
         )
         chooser = _Chooser()
-        for group in inspection.groups(Selection()):
+        for group in inspection.groups():
             data.num_looked_at += 1
             chooser.look_at(group)
             if clock() > deadline:

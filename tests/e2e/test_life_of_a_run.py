@@ -29,7 +29,7 @@ import zmq
 from safetensors.torch import load_file
 
 from buffer import protocol as p
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
 from buffer.offline.verify import check_store
 from launch.observe.trace import read
@@ -590,7 +590,7 @@ def trajectories(run: Path, out: Path) -> pa.Table:
     """All that are stored, in the order of their groups; nothing in the store is wrong."""
     with Inspection.open(run) as inspection:
         assert check_store(inspection.store)["faults"] == []
-        export(inspection, Selection(), out)
+        export(inspection, out)
     return pq.read_table(out)
 
 

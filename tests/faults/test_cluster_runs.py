@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
 from launch.observe.status import read_status
 from tests.faults import hosts as machines
@@ -84,7 +84,7 @@ def outcome_of(run: Path, said: str) -> Outcome:
     rows = [row for row in json_rows(run / "metrics.jsonl") if "loss" in row]
     with Inspection.open(run / "buffer") as inspection:
         num_committed = inspection.totals().ledger["committed"]
-        export(inspection, Selection(), run / "trajectories.parquet")
+        export(inspection, run / "trajectories.parquet")
     stored = pq.read_table(run / "trajectories.parquet", columns=["actor", "epoch", "seq"]).to_pylist()
     by_actor = Counter(actor for actor, _, _ in {tuple(row.values()) for row in stored})
     acknowledged = {actor.name: actor.acknowledged for actor in read_status(run / "status.json").actors}

@@ -3,7 +3,7 @@
 from buffer import config as config_module
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection
 from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, make_trajectory, train
 
@@ -21,9 +21,8 @@ def stored(buffer):
     return buffer.store.read(lambda tx: {group for (group,) in tx.groups.all_keys()})
 
 
-def found(buffer, by, newest_first=False, **limits):
-    groups = Inspection(buffer.store).groups(Selection(**limits), by=by, newest_first=newest_first)
-    return [group.row.group_id for group in groups]
+def found(buffer):
+    return [group.row.group_id for group in Inspection(buffer.store).groups() if group.row.is_stored]
 
 
 # --- eviction ---------------------------------------------------------------------------------------
@@ -88,8 +87,7 @@ def test_eviction_takes_every_trace_of_a_group(make):
     generate(buffer, actor, 30)
     kept = stored(buffer)
     assert len(kept) == 10
-    for by in ("prompt", "version", "reward", "length"):
-        assert sorted(found(buffer, by)) == sorted(kept)
+    assert found(buffer) == sorted(kept)
     ledger = buffer.status().ledger
     assert (ledger["evicted_unused"], ledger["waiting"]) == (40, 20)
 
@@ -97,36 +95,15 @@ def test_eviction_takes_every_trace_of_a_group(make):
 # --- listing ----------------------------------------------------------------------------------------
 
 
-def test_groups_are_found_by_prompt_version_reward_and_length(make):
-    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=9), groups_per_step=1)
-    groups, facts = [], []
-    for number, (reward, tokens) in enumerate([(0.5, 10), (-1.0, 40), (2.0, 5), (0.0, 20)]):
-        groups += generate(buffer, actor, 1, [reward], tokens, PolicyVersion(0, number))
-        facts.append((number, reward, tokens + 3))
-        train(buffer, number + 1)
-    buffer.lease(actor.name, 1)
-    assert found(buffer, "version") == groups
-    assert found(buffer, "version", since_version=1, until_version=2) == groups[1:3]
-    assert found(buffer, "version", True, since_version=1, until_version=2) == [groups[2], groups[1]]
-    assert found(buffer, "reward") == [groups[1], groups[3], groups[0], groups[2]]
-    assert found(buffer, "reward", True, min_reward=0.1) == [groups[2], groups[0]]
-    assert found(buffer, "length") == [groups[2], groups[0], groups[3], groups[1]]
-    assert found(buffer, "length", max_length=23) == [groups[2], groups[0], groups[3]]
-    assert found(buffer, "version", until_version=-1) == []
-    prompts = buffer.store.read(lambda tx: {g: group.prompt_id for (g,), group in tx.groups.all_items()})
-    assert found(buffer, "prompt", prompt_id=prompts[groups[2]]) == [groups[2]]
-    assert found(buffer, "prompt", newest_first=True) == sorted(groups, key=prompts.get, reverse=True)
-
-
-def test_after_a_restart_of_the_learner_groups_are_found_by_the_version_they_count_with(make):
+def test_after_a_restart_of_the_learner_groups_have_the_version_that_they_count_with(make):
     buffer, actor = started(make, BufferConfig(sampler="prioritised", max_uses=9), groups_per_step=1)
     groups = []
     for number in range(5):
         groups += generate(buffer, actor, 1, version=PolicyVersion(0, number))
         train(buffer, number + 1)
     buffer.begin(2, 2, session="restarted")
-    assert found(buffer, "version", since_version=2, until_version=2) == groups[2:]
-    assert found(buffer, "version", since_version=3) == []
+    versions = {group.row.group_id: group.oldest_version for group in Inspection(buffer.store).groups()}
+    assert [versions[group] for group in groups] == [0, 1, 2, 2, 2]
     assert buffer.faults() == []
 
 

@@ -16,7 +16,7 @@ from buffer.dispatch import Tries
 from buffer.errors import StoreError
 from buffer.offline import inspect as inspecting
 from buffer.offline import verify as verifying
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import STATE, export, version_bounds
 from buffer.offline.verify import compact, verify
 from buffer.rows import SPAN
@@ -44,9 +44,9 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def exported(folder, out, wanted=None):
+def exported(folder, out):
     with Inspection.open(folder) as inspection:
-        return export(inspection, wanted or Selection(), out)
+        return export(inspection, out)
 
 
 def damage(folder, number, table="records"):
@@ -90,15 +90,6 @@ def test_when_a_sample_was_trained_is_known_after_a_durable_checkpoint(run, tmp_
     before, after = (pq.read_table(tmp_path / f"{name}.parquet", columns=columns) for name in ("before", "after"))
     assert after.equals(before)
     assert after["lag"].null_count == 8
-
-
-def test_a_selection_exports_only_its_groups(run, tmp_path):
-    exported(run, tmp_path / "out.parquet", Selection(min_reward=0.75, max_length=8))
-    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert rows
-    assert all(row["reward"] >= 0.75 and len(row["token_ids"]) <= 8 for row in rows)
-    assert exported(run, tmp_path / "out.parquet", Selection(since_version=1)).num_rows == 0
-    assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
 
 
 def test_reading_one_group_per_transaction_and_writing_small_row_groups_changes_nothing(run, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.offline import recorded as recording
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection
 from buffer.offline.recorded import RECORDED_VERSION, Recorded, fill, survey
 from buffer.offline.sample_file import BadRows, export
 from buffer.offline.verify import verify
@@ -57,7 +57,7 @@ def source(tmp_path):
 
 def table_of(run: Path, out: Path) -> pa.Table:
     with Inspection.open(run) as inspection:
-        export(inspection, Selection(), out)
+        export(inspection, out)
     return pq.read_table(out)
 
 

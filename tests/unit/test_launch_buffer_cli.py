@@ -61,7 +61,7 @@ def save_tokenizer(folder):
 def test_ls_lists_every_group_and_adds_them_up(run, leeway):
     status, lines, _ = leeway("ls", run)
     assert status == 0
-    assert "run r, schema version 8, learner at version 1: 8 groups, 15 trajectories" in lines[0]
+    assert "run r, schema version 9, learner at version 1: 8 groups, 15 trajectories" in lines[0]
     assert columns(lines, 2) == ["closed"] * 2 + ["ready"] * 5 + ["closed"]
     assert columns(lines, 3)[:7] == [f"{number / 4:.3f}" for number in range(7)]
     assert lines[3].endswith("2 trained")
@@ -71,16 +71,11 @@ def test_ls_lists_every_group_and_adds_them_up(run, leeway):
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        (["--min-reward", 1.25], [6, 7]),
-        (["--max-length", 6], [1, 2]),
         (["--phase", "ready", "--limit", 2], [3, 4]),
-        (["--version", 1], []),
-        (["--version", 0, "--max-length", 6], [1, 2]),
-        (["--since-version", 0, "--phase", "closed"], [1, 2, 8]),
+        (["--phase", "closed"], [1, 2, 8]),
+        (["--phase", "drawn"], []),
         (["--prompt", 8], [1]),
-        (["--by", "reward", "--reverse", "--limit", 2], [7, 6]),
-        (["--by", "length", "--max-length", 7], [1, 2, 3, 8]),
-        (["--by", "version", "--phase", "ready", "--min-reward", 1.0], [5, 6, 7]),
+        (["--prompt", 8, "--phase", "ready"], []),
     ],
 )
 def test_ls_finds_groups_by_what_they_are(run, leeway, wanted, found):
@@ -229,10 +224,8 @@ def test_damaged_draws_are_of_no_concern_where_groups_are_shown(run, leeway):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["ls", "--quarantine", "--prompt", 1, "--by", "reward"], ["--prompt", "--by", "--quarantine"]),
+        (["ls", "--quarantine", "--prompt", 1, "--phase", "open"], ["--prompt", "--phase", "--quarantine"]),
         (["ls", "--quarantine", "--phase", "ready"], ["--phase"]),
-        (["ls", "--quarantine", "--reverse"], ["--reverse"]),
-        (["ls", "--reverse"], ["--reverse", "--by"]),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(run, leeway, options, named):
@@ -245,8 +238,7 @@ def test_options_that_would_do_nothing_are_refused(run, leeway, options, named):
     "options",
     [
         *(["show", 2**63], ["show", 0], ["show", "--record", 2**64], ["show", "--quarantined", "9" * 5000]),
-        *(["ls", "--prompt", 10**400], ["ls", "--max-length", -1], ["ls", "--since-version", "x"]),
-        ["ls", "--version", 1, "--since-version", 2],
+        *(["ls", "--prompt", 10**400], ["ls", "--prompt", -1], ["ls", "--prompt", "x"]),
     ],
 )
 def test_a_number_that_the_store_cannot_have_is_refused(run, leeway, capsys, options):
@@ -272,7 +264,7 @@ def test_a_folder_is_no_name_for_an_export(run, leeway, tmp_path):
 
 
 def test_export_and_compact_say_what_they_did(run, leeway):
-    status, lines, _ = leeway("export", run, run / "out.parquet", "--since-version", 0)
+    status, lines, _ = leeway("export", run, run / "out.parquet")
     assert (status, lines[0].split(" in ")[0]) == (0, "15 trajectories of 8 groups")
     assert pq.read_table(run / "out.parquet").num_rows == 15
     status, lines, _ = leeway("compact", run)

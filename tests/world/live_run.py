@@ -17,7 +17,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
 from common.staleness import PolicyVersion
 from launch.errors import ExitStatus
@@ -149,7 +149,7 @@ class LiveRun:
         """All that are stored."""
         out = self.folder / "trajectories.parquet"
         with Inspection.open(self.folder / "buffer") as inspection:
-            export(inspection, Selection(), out)
+            export(inspection, out)
         return pq.read_table(out).to_pylist()
 
     def wait_for(self, what: str, look: Callable[[], R], limit_s: float = LIMIT_S, every_s: float = 0.1) -> R:
