@@ -206,13 +206,18 @@ class Ingest:
                 why = f"lease {row.lease_id} does not wait for sample {row.sample_index}"
                 settled[place] = RowResult(row.seq, "late", why)
         if group is not None and (taken or has_failed):
-            self._commit(tx, group, [place for _, place in sorted(taken)], rows, as_bytes)
+            self.commit(tx, group, [place for _, place in sorted(taken)], rows, as_bytes)
         return settled
 
-    def _commit(
-        self, tx: Transaction, group: Group, places: list[int], rows: dict[int, PushedRow], as_bytes: RowBytes
+    def commit(
+        self,
+        tx: Transaction,
+        group: Group,
+        places: Sequence[int],
+        rows: Mapping[int, PushedRow] | Sequence[PushedRow],
+        as_bytes: RowBytes,
     ) -> None:
-        """Store rows of a group in one block, and settle the group."""
+        """Store the rows of a group at these places in one block, and settle the group."""
         if places:
             first = tx.state.next_record
             tx.state.next_record += len(places)

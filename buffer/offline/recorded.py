@@ -239,12 +239,8 @@ def _enter(core: BufferCore, batch: pa.RecordBatch, tx: Transaction) -> None:
     for start, end in pairwise([*first.tolist(), len(rows)]):
         group = _group_of(rows[start:end], batch.column("prompt_id")[start].as_py())
         state.next_group = max(state.next_group, group.group_id + 1)
-        records = list(range(state.next_record, state.next_record + end - start))
-        state.next_record += len(records)
-        state.ledger.issue(len(records))
-        tx.records.append(as_bytes.block(range(start, end), records), records[0])
-        core.groups.commit(tx, group, rows[start:end], records)
-        core.groups.settle(tx, group)
+        state.ledger.issue(end - start)
+        core.ingest.commit(tx, group, range(start, end), rows, as_bytes)
 
 
 def _group_of(rows: Sequence[PushedRow], prompt_id: int) -> Group:

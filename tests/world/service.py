@@ -102,7 +102,7 @@ def without_deduplication():
     """Every arrival of a trajectory counts as its first."""
 
     def push_group(self, tx, actor, group_id, rows, bad, as_bytes):
-        self._commit(tx, tx.groups.require(group_id), list(rows), rows, as_bytes)
+        self.commit(tx, tx.groups.require(group_id), list(rows), rows, as_bytes)
         return {}
 
     patches = contextlib.ExitStack()
