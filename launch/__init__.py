@@ -6,7 +6,7 @@ resume      going on with a run: what may differ from before, and what may not
 processes   the processes of a run: where they are placed, started, watched, started again, ended
 observe     what is known of a run, while it lives and after, and where it is shown
 report      one page that shows a run, and a trace of it
-doctor      is this machine fit for a run?
+doctor      checks of this machine and of a run on it
 reward_check  tries reward functions before a run does
 profiling   what a run cost, from folders of runs; two short ones that are made for it
 planner     Planner: the best plan of a config on its hosts (`plans`: hosts, what a run takes of them and would do,

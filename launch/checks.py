@@ -179,7 +179,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
         config.buffer.check_capacity(config.actors.group_size, contract.capacity() + learner.groups_per_step)
     _check_weight_sync(config, is_new=resumed is None)
-    _check_ports(config)
+    _check_ports(config, is_new=resumed is None)
     _check_ray(config)
     _check_tracking(config.tracking)
     model = None
@@ -371,14 +371,21 @@ def _check_weight_sync(config: Config, *, is_new: bool) -> None:
         check_writable(Path(sync.staging_dir), "weight_sync.staging_dir")
 
 
-def _check_ports(config: Config) -> None:
-    """No two sockets of the run may have one port; 0 is a free one."""
-    buffer, sync = config.buffer, config.weight_sync
+def _check_ports(config: Config, *, is_new: bool) -> None:
+    """Refuse a port that two sockets of the run share or, unless an earlier command may hold it, that is taken."""
+    buffer, sync, prometheus = config.buffer, config.weight_sync, config.tracking.prometheus_port or 0
+    hosts = {"buffer.port": buffer.host, "weight_sync.port": sync.host, "tracking.prometheus_port": None}
     ports = {"buffer.port": buffer.port, "weight_sync.port": 0 if sync.transport == "folder" else sync.port}
-    ports["tracking.prometheus_port"] = config.tracking.prometheus_port or 0
+    ports["tracking.prometheus_port"] = prometheus
     for (first, port), (second, other) in combinations(ports.items(), 2):
         if port and port == other:
             raise ConfigError(f"{second} = {other} is also {first}: choose another port for one of them")
+    if not is_new or config.launch.ray_address is not None:
+        hosts = {"tracking.prometheus_port": None}
+    for key, host in hosts.items():
+        if ports[key] and (why := cannot_bind(host or LOOPBACK, ports[key])):
+            where = f"{host or LOOPBACK}:{ports[key]}"
+            raise ConfigError(f"{key} = {ports[key]}: {where} cannot be bound ({why}); choose another port, or 0")
 
 
 def _check_ray(config: Config) -> None:
@@ -405,11 +412,6 @@ def _check_tracking(tracking: TrackingConfig) -> None:
     """Whoever is told of the run, as far as no process and no server is needed to know it."""
     if tracking.wandb == "online" and not has_wandb_login():
         raise ConfigError(NO_WANDB_LOGIN)
-    port = tracking.prometheus_port
-    if port is not None and (why := cannot_bind(LOOPBACK, port)):
-        raise ConfigError(
-            f"tracking.prometheus_port = {port} cannot be bound at {LOOPBACK}: {why}; choose another, or leave it out"
-        )
 
 
 def _check_pools(config: Config) -> None:

@@ -211,16 +211,14 @@ def doctor(parsed: argparse.Namespace) -> int:
     """
     from dataclasses import asdict
 
-    from launch.doctor.checkup import checkup, load
-    from launch.doctor.machine import show
+    from launch.doctor import run_checks, show
     from launch.text import progress_line
 
     if parsed.config is None and parsed.overrides:
         raise ConfigError("overrides are of a config; give it: leeway doctor CONFIG.toml ...")
     with progress_line() as progress:
         progress("looking at this machine; vLLM alone takes ten seconds to load", None)
-        config, broken = (None, []) if parsed.config is None else load(parsed.config, parsed.overrides)
-        findings = [*broken, *checkup(config, parsed.config)]
+        findings = run_checks(parsed.config, parsed.overrides)
     num_problems = sum(finding.state == "problem" for finding in findings)
     if parsed.json:
         print(json.dumps({"problems": num_problems, "findings": [asdict(each) for each in findings]}, indent=2))

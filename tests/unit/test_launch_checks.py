@@ -121,8 +121,8 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--weight_sync.max_lag", "1", "--weight_sync.max_actor_lag", "2"], "contradicts max_actor_lag = 2"),
         (["--weight_sync.transport", "pigeon"], "weight_sync.transport = 'pigeon'"),
         (
-            ["--weight_sync.port", "5000", "--buffer.port", "5000"],
-            "weight_sync.port = 5000 is also buffer.port: choose another port",
+            ["--weight_sync.port", "4999", "--buffer.port", "4999"],
+            "weight_sync.port = 4999 is also buffer.port: choose another port",
         ),
         (
             ["--tracking.prometheus_port", "4999", "--buffer.port", "4999"],

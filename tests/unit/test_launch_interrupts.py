@@ -94,10 +94,10 @@ def test_while_the_processes_are_being_ended_signals_are_only_counted():
 
 
 def test_in_any_other_verb_it_is_a_sentence_and_no_traceback(monkeypatch, capsys):
-    def interrupted(config, path):
+    def interrupted(path, overrides):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launch.doctor.checkup.checkup", interrupted)
+    monkeypatch.setattr("launch.doctor.run_checks", interrupted)
     assert main(["doctor"]) == ExitStatus.INTERRUPTED
     assert capsys.readouterr().err == "leeway: interrupted\n"
 
