@@ -33,7 +33,7 @@ from buffer.config import BufferConfig
 from common.user_input import did_you_mean, is_reference
 from launch.errors import ConfigError
 from launch.host import current_folder
-from launch.mistakes import explain, shortened
+from launch.mistakes import dotted, explain, shortened
 from learner.config import LearnerConfig
 from weight_sync.config import WeightSyncConfig
 
@@ -309,6 +309,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error, Config)}") from None
+
+
+def unknown_keys(path: Path) -> list[str]:
+    """Return the dotted keys of a TOML file that no config of this version has.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        Config.model_validate(_read(path))
+    except ValidationError as error:
+        return [dotted(each["loc"], Config) for each in error.errors() if each["type"] == "extra_forbidden"]
+    return []
 
 
 def to_toml(config: Config) -> str:

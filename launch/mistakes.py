@@ -15,40 +15,6 @@ TRUNCATING_KEYS = frozenset(
     {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}
     | {"repetition_penalty"}
 )
-KEYS_ELSEWHERE = {
-    "batch_size": "learner.groups_per_step",
-    "bf16": "learner.precision",
-    "dataset_name": "task.name",
-    "dataset_path": "task.path",
-    "lr": "learner.learning_rate",
-    "max_completion_length": "actors.max_new_tokens",
-    "max_prompt_length": "actors.max_prompt_tokens",
-    "max_steps": "learner.num_steps",
-    "max_tokens": "actors.max_new_tokens",
-    "model_name_or_path": "model.path",
-    "norm_adv_by_std_in_grpo": "algorithm.baseline",
-    "num_generations": "actors.group_size",
-    "num_iterations": "learner.num_epochs",
-    "num_train_epochs": "learner.num_steps",
-    "output_dir": "run.dir",
-    "per_device_train_batch_size": "learner.groups_per_step",
-    "report_to": "tracking.wandb",
-    "reward_funcs": "task.rewards",
-    "save_steps": "learner.checkpoint_every",
-    "scale_rewards": "algorithm.baseline",
-}
-"""What other trainers call a key, and its name here."""
-MOVED = {
-    "actors.num_threads": "actors.cpus",
-    "algorithm.kl_estimator": "algorithm.kl_in",
-    "algorithm.length_scale": "algorithm.mean_over",
-    "algorithm.log_ratio": "algorithm.variant",
-    "algorithm.normalize_std": "algorithm.baseline",
-    "learner.num_threads": "learner.cpus",
-    "task.seed": "task.params.seed",
-}
-"""Keys that went, and what says it now. A key of the same name in another section says something else."""
-
 IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("buffer.on_policy_share buffer.replay_sampler", "buffer.sampler", lambda c: c.buffer.sampler == "on_policy_share"),
     ("buffer.reward_temperature", "buffer.sampler", lambda c: _law(c.buffer) == "reward_softmax"),
@@ -134,6 +100,11 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     return f"{text}{more}"
 
 
+def dotted(location: Sequence[str | int], root: type[BaseModel]) -> str:
+    """Return the key at an error's location, without the tags of unions."""
+    return ".".join(_walk([str(part) for part in location], root)[1])
+
+
 def shortened(value: object, most: int = 100) -> str:
     """A value as TOML's reader gave it, for a sentence."""
     text = repr(value)
@@ -182,8 +153,6 @@ def _tag(model: type[BaseModel]) -> str:
 def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], given: object) -> str:
     model, key = models[-1], keys[-1]
     own = ".".join(keys[:-1])
-    if moved := MOVED.get(".".join(keys)):
-        return f"; it went, and {moved} says it"
     known = list(model.model_fields)
     of_union = [info for name, info in models[-2:][0].model_fields.items() if name in keys[:-1]] if _tag(model) else []
     outer = [member for info in of_union for member in models_of(info.annotation)]
@@ -194,8 +163,6 @@ def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], given: obje
             if key in owner.model_fields and section != "pools":
                 of_type = f", of {section}.type = '{_tag(owner)}'" if _tag(owner) else ""
                 return f"; did you mean {section}.{key}{of_type}?"
-    if key in KEYS_ELSEWHERE:
-        return f"; did you mean {KEYS_ELSEWHERE[key]}?"
     beside = {name: ".".join([*keys[:-1], name]) for name in known}
     anywhere = _all_keys(models[0])
     # at the top a table is a section with another name, and a value a key that lost its section

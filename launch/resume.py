@@ -22,7 +22,7 @@ from buffer.store import DATA, is_served
 from common.hf_folder import CONFIG_NAME, ModelFolderError, model_identity, tensors_by_file
 from common.user_input import is_reference
 from launch.checks import Plan, check
-from launch.config import NAMED_KEYS, Config, load_config
+from launch.config import NAMED_KEYS, Config, load_config, unknown_keys
 from launch.errors import ConfigError, as_config_error
 from launch.host import role_processes
 from launch.observe.history import History, repair
@@ -84,6 +84,11 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
         OSError: the folder cannot be read or written.
     """
     identity = folder.read_identity()
+    if unknown := unknown_keys(folder.config):
+        raise ConfigError(
+            f"{folder.root} was made by another version of Leeway, whose keys this one lacks: {', '.join(unknown)}. "
+            "Resume it with that version, or start a new run"
+        )
     before = load_config(folder.config)
     config = _with_overrides(folder.config, overrides, before)
     changes = _changes(before, config)

@@ -93,6 +93,15 @@ def test_a_key_that_the_recorded_data_or_the_checkpoint_rest_on_is_refused_with_
     assert "\n" not in str(error.value)
 
 
+def test_a_run_whose_config_has_keys_of_another_version_is_refused_with_all_of_them(folder):
+    text = folder.config.read_text().replace("[buffer]", "[buffer]\nshards = 1\npack_tokens = 0")
+    folder.config.write_text(text.replace("[algorithm]", "[algorithm]\nlog_ratio = 'sum'"))
+    with pytest.raises(ConfigError) as error:
+        resume(folder, [], print)
+    assert "this one lacks: algorithm.log_ratio, buffer.shards, buffer.pack_tokens. Resume it with" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_a_key_that_is_set_to_what_it_was_is_no_change(folder):
     assert resume(folder, ["--run.seed", "0", "--buffer.max_uses", "1"], print).history.changes == ""
 
