@@ -1,253 +1,41 @@
-"""View: a run as lines that fit any width and height."""
+"""View: a run on a terminal of any size, as panes of `rich.layout`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.segment import Segment
+from rich.layout import Layout
+from rich.table import Table
 from rich.text import Text
 
 from buffer.ledger import COUNTS
-from launch.observe.status import ActorStatus, ProcessStatus, RunStatus
+from launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunStatus
 from launch.text import duration, number, share_of, shortened
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
-"""Of the pools, in their order; they begin anew after the last."""
+"""Colours of the pools in their order; they repeat after the last."""
 MARK = "◂ bound"
-_HEAD = 17
-"""Columns before a bar: the lag and its share."""
-MAX_ROWS = 12
-"""More lags than this share rows, however much room there is."""
-
-
-def style_of(pools: Sequence[str], pool: str) -> str:
-    return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
-
-
-def lag_rows(status: RunStatus, width: int, max_rows: int, *, ascii_only: bool) -> list[Text]:
-    """One row for each lag up to the greatest, or to the bound where there is one; shares are of all trained tokens.
-
-    Where there are more lags than `max_rows`, some share a row. `width` is in columns.
-    """
-    lags, pools = status.lags, sorted(status.lags)
-    total = sum(sum(counts.values()) for counts in lags.values())
-    if not total or max_rows < 1:
-        return []
-    bound = status.max_lag if isinstance(status.max_lag, int) else None
-    num_lags = 1 + max(bound or 0, *(lag for counts in lags.values() for lag in counts))
-    step = -(-num_lags // max_rows)
-    block, mark = ("#", "< bound") if ascii_only else ("█", MARK)
-    sums = [
-        {pool: sum(lags[pool].get(lag, 0) for lag in range(first, first + step)) for pool in pools}
-        for first in range(0, num_lags, step)
-    ]
-    scale = max(1, width - _HEAD - len(mark)) / max(sum(each.values()) for each in sums)
-    rows = []
-    for place, counts in enumerate(sums):
-        first, last = place * step, place * step + step - 1
-        name = str(first) if step == 1 else f"{first}-{last}"
-        row = Text(f"{name:>7} {sum(counts.values()) / total:>6.1%}  ")
-        for pool in pools:
-            row.append(block * round(counts[pool] * scale), style=style_of(pools, pool))
-        if bound is not None and first <= bound <= last:
-            row.append(f" {mark}", style="bold")
-        rows.append(row)
-    return rows
-
-
+MAX_LAG_ROWS = 12
+NAME_WIDTH, NARROW, TWO_COLUMNS = 10, 50, 150
+"""Columns of the names of panes; from which width on they are shown; from which width on panes stand in two columns."""
+DROPPED_FIRST = ("services", "stages", "events", "actors")
+"""Panes that small screens do without."""
 OUTSIDE = ("duplicates", "late", "quarantined")
-
-Wrap = Callable[[str, str], list[Text]]
-"""A sentence and its style, as lines of the width at hand."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """Lines under one name."""
-
-    name: str
-    lines: list[Text]
-    least: int = 1
-    """So many of them before less important sections get any."""
-    keeps_end: bool = False
-    """Where there is no room for all: the last lines stay, not the first."""
-    within: Callable[[int], list[Text]] | None = None
-    """The same in a given number of lines; None where lines have to be left out."""
-
-
-def head(status: RunStatus, now_s: float, width: int, gone: str, note: str) -> list[Text]:
-    """The first lines, most important first: the run and its state, how far it is, how it does, how fast."""
-    ended = status.ended
-    if ended is not None:
-        state, style = ended.text, "green" if ended.exit_status == 0 else "red"
-    elif gone:
-        state, style = gone, "red"
-    else:
-        state, style = f"{status.phase}, for {duration(now_s - status.phase_since_s)}", "green"
-    first = Text.assemble((status.run, "bold"), "  ", duration(now_s - status.started_s), "  ")
-    if note:
-        first.append(f"[{note}]", style="reverse").append("  ")
-    first.append(state, style=style)
-    return [first, _progress_line(status, width), *packed(_quality(status), width), *packed(_speed(status), width)]
-
-
-def packed(parts: Iterable[str], width: int) -> list[Text]:
-    """Parts side by side, on as many lines as they need."""
-    lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + 2 + len(part) <= width:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(part)
-    return [Text(line) for line in lines]
-
-
-def sections(status: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_only: bool) -> list[Section]:
-    """All sections that have something to show, in the order in which they stand."""
-
-    def lag(max_rows: int) -> list[Text]:
-        return lag_rows(status, width, max_rows, ascii_only=ascii_only)
-
-    wrong = [line for sentence in status.tripped for line in wrap(sentence, "red")]
-    waits = [line for sentence in status.waits for line in wrap(sentence, "")]
-    events = [
-        Text.assemble((time.strftime("%H:%M:%S", time.localtime(event.time_s)), "dim"), f" {event.text}")
-        for event in status.events
-    ]
-    found = [
-        Section("wrong", wrong, least=2),
-        Section("pools", list(_pools(status))),
-        Section("actors", list(_processes(status.actors, now_s)), least=2),
-        Section("stages", list(_processes(status.stages, now_s))),
-        Section("services", list(_processes(status.services, now_s)), least=0),
-        Section("buffer", _buffer(status, width), least=2),
-        Section("lag", lag(MAX_ROWS), least=3, within=lag),
-        Section("waits", waits if status.ended or waits else [Text("nobody waits", style="dim")], least=2),
-        Section("events", events, keeps_end=True),
-    ]
-    return [section for section in found if section.lines]
-
-
-def _progress_line(status: RunStatus, width: int) -> Text:
-    share = min(1.0, status.step / max(1, status.num_steps))
-    published = f", published {status.published}" if status.published else ""
-    words = f" step {status.step}/{status.num_steps}  version {status.version}{published}"
-    room = max(0, min(40, width - len(words)))
-    done = round(share * room)
-    return Text.assemble(("━" * done, "green"), ("━" * (room - done), "dim"), words)
-
-
-def _quality(status: RunStatus) -> Iterator[str]:
-    yield f"reward {number(status.reward)}"
-    yield f"loss {number(status.loss)}"
-    if status.evaluations:
-        first, last = (number(status.evaluations[place].greedy) for place in (0, -1))
-        known = f"{first} -> {last}" if len(status.evaluations) > 1 else last
-        yield f"accuracy {known} (version {status.evaluations[-1].versions})"
-    yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}"
-    yield f"mismatch {number(status.mismatch_lag0_abs)}"
-
-
-def _speed(status: RunStatus) -> Iterator[str]:
-    learner = status.learner
-    yield f"tokens/s generated {status.generated_tokens_per_s:,.0f}"
-    yield f"trained {learner.tokens_per_s:,.0f}"
-    if learner.busy_frac is not None and learner.step_s is not None:
-        yield f"learner busy {learner.busy_frac:.0%}, step {learner.step_s:.2f} s"
-    if learner.restarts:
-        yield f"learner restarts {learner.restarts}"
-
-
-def _pools(status: RunStatus) -> Iterator[Text]:
-    names = sorted(status.lags)
-    width = 2 + max((len(pool.name) for pool in status.pools), default=0)
-    for pool in status.pools:
-        short, engines = pool.working < pool.wanted, pool.engines
-        yield Text.assemble(
-            (f"{pool.name:<{width}}", f"bold {style_of(names, pool.name)}"),
-            (f"{pool.working}/{pool.wanted} work", "yellow" if short else ""),
-            f"  {pool.tokens_per_s:>5,.0f} tokens/s {pool.running:>4} running",
-            f"  lag {number(pool.lag_mean)}  mismatch {number(pool.mismatch_lag0_abs)}",
-            "" if engines.slots_used is None else f"  {engines.slots_used:.0%} of {engines.slots} slots",
-            "" if engines.step_s is None else f"  step {1e3 * engines.step_s:.1f} ms",
-            f"  cache {engines.kv_usage:.0%}" if engines.kv_usage else "",
-            (f"  {engines.preempted} preempted", "yellow") if engines.preempted else "",
-            (f"  {engines.tokens_lost} tokens lost", "yellow") if engines.tokens_lost else "",
-            f"  hands on at {engines.hand_on_at} tokens" if engines.hand_on_at else "",
-        )
-
-
-def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:
-    width = 2 + max((len(process.name) for process in processes), default=0)
-    for process in processes:
-        line = Text.assemble((f"{process.name:<{width}}", "bold"))
-        actor = process if isinstance(process, ActorStatus) else None
-        if actor is not None and actor.state == "working" and actor.version is not None:
-            behind = f" ({actor.behind} behind)" if actor.behind else ""
-            line.append(f"v {actor.version}{behind}  {actor.tokens_per_s:>7,.0f} tokens/s  {actor.running:>4} running")
-        else:
-            line.append(process.state, style=_style(process.state))
-            if actor is not None or process.state not in ("working", "finished"):
-                line.append(f", for {duration(now_s - process.since_s)}", style=_style(process.state) if actor else "")
-        if process.restarts:
-            line.append(f"  {process.restarts} restarts", style="yellow")
-        if actor is not None and actor.refused:
-            line.append(f"  refused {actor.refused}", style="red")
-        if process.waits_for:
-            long = f", {duration(actor.waits_s)}" if actor is not None and actor.waits_s else ""
-            line.append(f"  {'' if actor else 'waits for '}{process.waits_for}{long}", style="dim")
-        yield line
-
-
-def _style(state: str) -> str:
-    if state.startswith("lost"):
-        return "red"
-    return "" if state in ("working", "finished") else "yellow"
-
-
-def _buffer(status: RunStatus, width: int) -> list[Text]:
-    buffer = status.buffer
-    if buffer is None:
-        return []
-    ledger = buffer.ledger
-    state = [
-        f"{buffer.ready_groups} groups ready, {buffer.groups_per_step} a step, {buffer.drawn_groups} drawn",
-        f"sampler {buffer.sampler}",
-    ]
-    gap = ledger.get("gap", 0)
-    bug = [Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")] if gap else []
-    names = [*COUNTS, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
-    counts = packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
-    failed = packed((f"{count} failed: {reason}" for reason, count in buffer.failed_by_reason.items()), width)
-    nonsense = packed(
-        (f"{count} refused: nonsense from {sender}" for sender, count in buffer.nonsense_by_sender.items()), width
-    )
-    return [*packed(state, width), *bug, *counts, *failed, *nonsense]
-
-
-NAME_WIDTH = 9
-"""Columns of the names of the sections; narrow screens do without."""
-NARROW = 50
-TWO_COLUMNS = 150
-"""From this width on the sections stand in two columns."""
-RIGHT = frozenset({"lag", "waits", "events"})
-MOST_IMPORTANT_FIRST = ("wrong", "lag", "waits", "pools", "buffer", "actors", "stages", "events", "services")
-TALLEST = 60
-"""Lines where the height is not known, as in a pipe."""
-
-
 TRAINING = "training"
 """The phase in which steps are taken."""
-NUM_WAITS = 3
-"""How many of those who wait are named in a line."""
+NUM_WAITS, NUM_REASONS, MAX_REASON = 3, 3, 60
+
+Cell = str | Text
+Row = Sequence[Cell]
+
+
+# --- a run in a sentence ------------------------------------------------------------------------------
 
 
 def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
-    """A run in one line: how far it is, and who waits for whom, of whom so many are named."""
+    """Return a run in one line: progress, and up to `num_waits` sentences of what waits for what."""
     phase = f"{status.phase}, for {status.written_s - status.phase_since_s:.0f} s"
     figures = phase
     if status.step:
@@ -264,12 +52,8 @@ def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
     return "; ".join([f"{status.written_s - status.started_s:5.0f} s  {figures}", *sentences, *status.tripped])
 
 
-NUM_REASONS, MAX_REASON = 3, 60
-"""Why samples failed: how many of the reasons are named in a sentence, and characters of each."""
-
-
 def failures(ledger: Mapping[str, int], by_reason: Mapping[str, int]) -> str:
-    """Which share of the samples asked for failed, and the commonest reasons; empty where none did."""
+    """Return the share of samples that failed with the commonest reasons; empty if none did."""
     failed, issued = ledger.get("failed", 0), ledger.get("issued", 0)
     if not failed:
         return ""
@@ -278,7 +62,7 @@ def failures(ledger: Mapping[str, int], by_reason: Mapping[str, int]) -> str:
 
 
 def commonest(by_reason: Mapping[str, int], most: int = NUM_REASONS) -> str:
-    """The commonest reasons with their counts, so many of them; the others are counted together."""
+    """Return up to `most` of the commonest reasons with their counts, and the others as one count."""
     ordered = sorted(by_reason.items(), key=lambda each: -each[1])
     named = [f"{shortened(reason, MAX_REASON)} ({count:,})" for reason, count in ordered[:most]]
     if others := ordered[most:]:
@@ -286,101 +70,249 @@ def commonest(by_reason: Mapping[str, int], most: int = NUM_REASONS) -> str:
     return "; ".join(named)
 
 
-class View:
-    """A rich renderable that always fits: what is less important goes first where there is no room."""
+# --- the panes ----------------------------------------------------------------------------------------
 
-    def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
-        """`gone` says why the command is thought gone, empty where it is not; `note` stands beside the name."""
-        self._snapshot = status
-        # nothing of a run that is over goes on
-        self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
-        self._gone = gone
-        self._note = note
+
+class Pane:
+    """Rows of cells under one name: a renderable that says how many rows it left out for want of height."""
+
+    def __init__(self, name: str, rows: Sequence[Row], least: int = 1, *, keeps_end: bool = False) -> None:
+        self.name, self.rows, self.least, self._keeps_end = name, rows, least, keeps_end
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lines that are no wider and no more than there is room for."""
-        width = max(1, options.max_width)
-        height = options.height or (max(1, console.height - 1) if console.is_terminal else TALLEST)
-        for line in self.lines(width, height, ascii_only=options.ascii_only):
-            yield from line.render(console)
-            yield Segment.line()
+        rows, height = list(self.rows), options.height or len(self.rows)
+        if len(rows) > height and self._keeps_end:
+            rows = rows[-height:]
+        elif len(rows) > height > 1 and self.name:
+            rows = [*rows[: height - 1], [Text(f"... and {len(rows) - height + 1} more", style="dim")]]
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        if options.max_width >= NARROW and self.name:
+            rows = [[Text("" if place else self.name, style="bold"), *row] for place, row in enumerate(rows)]
+            grid.add_column(no_wrap=True, min_width=NAME_WIDTH - 2)
+        for place in range(max((len(row) for row in self.rows), default=0)):
+            names = [_safe(row[0]).cell_len for row in self.rows if len(row) > 1]  # only the last column is cut
+            grid.add_column(no_wrap=True, overflow="ellipsis", min_width=max(names, default=0) * (place == 0) or None)
+        for row in rows:
+            grid.add_row(*map(_safe, row))
+        yield grid
 
-    def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
-        """The view as lines: at most `height`, none wider than `width`."""
-        status = self._snapshot
-        top = head(status, self._now_s, width, self._gone, self._note)[: max(2, height // 3)][:height]
-        room = height - len(top)
-        is_wide = width >= TWO_COLUMNS
-        column = (width - 2) // 2 if is_wide else width
-        inside = column - NAME_WIDTH if column >= NARROW else column
 
-        def wrap(sentence: str, style: str) -> list[Text]:
-            return list(Text(sentence, style=style).wrap(_MEASURE, max(8, inside)))
+class LagPane(Pane):
+    """Bars of the trained tokens by lag; neighbouring lags share a bar where there are more than rows."""
 
-        found = sections(status, self._now_s, inside, wrap, ascii_only=ascii_only)
-        if is_wide:
-            left = _column([each for each in found if each.name not in RIGHT], column, room)
-            right = _column([each for each in found if each.name in RIGHT], column, room)
-            body = _beside(left, right, column)
+    def __init__(self, status: RunStatus) -> None:
+        self._status = status
+        super().__init__("lag", [[bar] for bar in lag_bars(status, 40)], least=3)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width - (NAME_WIDTH if options.max_width >= NARROW else 0)
+        rows = lag_bars(self._status, width, options.height or MAX_LAG_ROWS, ascii_only=options.ascii_only)
+        yield Pane(self.name, [[row] for row in rows])
+
+
+def lag_bars(status: RunStatus, width: int, max_rows: int = MAX_LAG_ROWS, *, ascii_only: bool = False) -> list[Text]:
+    """Return a bar per lag, from 0 to the greatest or the bound; the share is of all trained tokens."""
+    lags, pools = status.lags, sorted(status.lags)
+    total = sum(sum(counts.values()) for counts in lags.values())
+    if not total:
+        return []
+    bound = status.max_lag if isinstance(status.max_lag, int) else None
+    num_lags = 1 + max(bound or 0, *(lag for counts in lags.values() for lag in counts))
+    step = -(-num_lags // min(max_rows, MAX_LAG_ROWS))
+    block, mark = ("#", "< bound") if ascii_only else ("█", MARK)
+    sums = [
+        {pool: sum(lags[pool].get(lag, 0) for lag in range(first, first + step)) for pool in pools}
+        for first in range(0, num_lags, step)
+    ]
+    scale = max(1, width - 17 - len(mark)) / max(sum(each.values()) for each in sums)
+    bars = []
+    for first, counts in zip(range(0, num_lags, step), sums, strict=True):
+        name = str(first) if step == 1 else f"{first}-{first + step - 1}"
+        bar = Text(f"{name:>7} {sum(counts.values()) / total:>6.1%}  ")
+        for pool in pools:
+            bar.append(block * round(counts[pool] * scale), style=_pool_style(pools, pool))
+        if bound is not None and first <= bound < first + step:
+            bar.append(f" {mark}", style="bold")
+        bars.append(bar)
+    return bars
+
+
+def _safe(cell: Cell) -> Text:
+    """Return a cell without characters that move the cursor: texts of processes may hold any."""
+    text = Text(cell) if isinstance(cell, str) else cell
+    if text.plain.isprintable():
+        return text
+    return Text("".join(char if char.isprintable() else " " for char in text.plain), style=text.style)
+
+
+def _pool_style(pools: Sequence[str], pool: str) -> str:
+    return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
+
+
+def _head(status: RunStatus, now_s: float, gone: str, note: str, width: int) -> list[Row]:
+    ended = status.ended
+    if ended is not None:
+        state, style = ended.text, "green" if ended.exit_status == 0 else "red"
+    else:
+        state = gone or f"{status.phase}, for {duration(now_s - status.phase_since_s)}"
+        style = "red" if gone else "green"
+    first = Text.assemble((status.run, "bold"), "  ", duration(now_s - status.started_s), "  ")
+    if note:
+        first.append(f"[{note}]", style="reverse").append("  ")
+    done = round(30 * min(1.0, status.step / max(1, status.num_steps)))
+    words = f" step {status.step}/{status.num_steps}  version {status.version}"
+    published = f", published {status.published}" if status.published else ""
+    progress = Text.assemble(words.strip() + published + "  ", ("━" * done, "green"), ("━" * (30 - done), "dim"))
+    return [[first.append(state, style=style)], [progress], *_packed(_figures(status), width)]
+
+
+def _packed(parts: Iterable[str], width: int) -> list[Row]:
+    """Put parts beside each other, on as many lines as they need."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
         else:
-            body = _column(found, column, room)
-        return [_cut(line, width) for line in [*top, *body]]
+            lines.append(part)
+    return [[line] for line in lines]
 
 
-_MEASURE = Console(width=80, legacy_windows=False, force_terminal=False, color_system=None)
-"""Wrapping a text needs a console, though of no particular kind."""
+def _figures(status: RunStatus) -> Iterator[str]:
+    yield f"reward {number(status.reward)}"
+    yield f"loss {number(status.loss)}"
+    yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}"
+    yield f"mismatch {number(status.mismatch_lag0_abs)}"
+    learner = status.learner
+    yield f"tokens/s generated {status.generated_tokens_per_s:,.0f}"
+    yield f"trained {learner.tokens_per_s:,.0f}"
+    if learner.busy_frac is not None and learner.step_s is not None:
+        yield f"learner busy {learner.busy_frac:.0%}, step {learner.step_s:.2f} s"
+    if status.evaluations:
+        first, last = (number(status.evaluations[place].greedy) for place in (0, -1))
+        known = f"{first} -> {last}" if len(status.evaluations) > 1 else last
+        yield f"accuracy {known} (version {status.evaluations[-1].versions})"
+    if learner.restarts:
+        yield f"learner restarts {learner.restarts}"
 
 
-def fit(found: Sequence[Section], room: int) -> dict[str, int]:
-    """How many lines each section gets: first what each needs least, by importance, then the rest in turns."""
-    given = {section.name: 0 for section in found}
-    by_importance = sorted(found, key=lambda section: MOST_IMPORTANT_FIRST.index(section.name))
-    for section in by_importance:
-        given[section.name] = min(section.least, len(section.lines), room)
-        room -= given[section.name]
-    while room > 0 and (wanting := [each for each in by_importance if given[each.name] < len(each.lines)]):
-        for section in wanting[:room]:
-            given[section.name] += 1
-        room -= len(wanting[:room])
-    return given
+def _pool(pool: PoolStatus, names: Sequence[str]) -> Row:
+    engines = pool.engines
+    more = [
+        "" if engines.slots_used is None else f"{engines.slots_used:.0%} of {engines.slots} slots",
+        "" if engines.step_s is None else f"step {1e3 * engines.step_s:.1f} ms",
+        f"cache {engines.kv_usage:.0%}" if engines.kv_usage else "",
+        f"{engines.preempted} preempted" if engines.preempted else "",
+        f"{engines.tokens_lost} tokens lost" if engines.tokens_lost else "",
+        f"hands on at {engines.hand_on_at} tokens" if engines.hand_on_at else "",
+    ]
+    return [
+        Text(pool.name, style=f"bold {_pool_style(names, pool.name)}"),
+        Text(f"{pool.working}/{pool.wanted} work", style="yellow" if pool.working < pool.wanted else "")
+        + f"  {pool.tokens_per_s:>5,.0f} tokens/s  {pool.running:>4} running  lag {number(pool.lag_mean)}"
+        + f"  mismatch {number(pool.mismatch_lag0_abs)}  {'  '.join(filter(None, more))}",
+    ]
 
 
-def _column(found: Sequence[Section], width: int, room: int) -> list[Text]:
-    given = fit(found, room)
-    lines: list[Text] = []
-    for section in found:
-        for place, line in enumerate(_shortened(section, given[section.name])):
-            name = section.name if place == 0 else ""
-            lines.append(Text.assemble((f"{name:<{NAME_WIDTH}}", "bold"), line) if width >= NARROW else line)
-    return [_cut(line, width) for line in lines]
+def _process(process: ProcessStatus, now_s: float) -> Row:
+    actor = process if isinstance(process, ActorStatus) else None
+    style = "red" if process.state.startswith("lost") else "" if process.state in ("working", "finished") else "yellow"
+    if actor is not None and process.state == "working" and actor.version is not None:
+        behind = f" ({actor.behind} behind)" if actor.behind else ""
+        cells: list[Cell] = [f"v {actor.version}{behind}  {actor.tokens_per_s:,.0f} tokens/s  {actor.running} running"]
+    else:
+        is_timed = actor is not None or process.state not in ("working", "finished")
+        since = f", for {duration(now_s - process.since_s)}" if is_timed else ""
+        cells = [Text(f"{process.state}{since}", style=style)]
+    if process.restarts:
+        cells.append(Text(f"{process.restarts} restarts", style="yellow"))
+    if actor is not None and actor.refused:
+        cells.append(Text(f"refused {actor.refused}", style="red"))
+    if process.waits_for:
+        long = f", {duration(actor.waits_s)}" if actor is not None and actor.waits_s else ""
+        cells.append(Text(f"{'' if actor else 'waits for '}{process.waits_for}{long}", style="dim"))
+    return [Text(process.name, style="bold"), Text("  ").join(map(_safe, cells))]
 
 
-def _shortened(section: Section, count: int) -> list[Text]:
-    """So many of its lines; where some are left out, it says how many."""
-    missing = len(section.lines) - count
-    if missing <= 0 or count == 0:
-        return section.lines[:count]
-    if section.within is not None:
-        return section.within(count)
-    if section.keeps_end:
-        return section.lines[-count:]
-    more = [Text(f"... and {missing + 1} more", style="dim")] if count > 1 else []
-    return [*section.lines[: count - len(more)], *more]
+def _buffer(status: RunStatus, width: int) -> Iterator[Row]:
+    buffer = status.buffer
+    if buffer is None:
+        return
+    ledger, of_step = buffer.ledger, buffer.groups_per_step
+    yield [f"{buffer.ready_groups} groups ready, {of_step} a step, {buffer.drawn_groups} drawn  {buffer.sampler}"]
+    if gap := ledger.get("gap", 0):
+        yield [Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")]
+    names = [*COUNTS, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
+    yield from _packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
+    for reason, count in buffer.failed_by_reason.items():
+        yield [f"{count} failed: {reason}"]
+    for sender, count in buffer.nonsense_by_sender.items():
+        yield [f"{count} refused: nonsense from {sender}"]
 
 
-def _beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
-    lines = []
-    for first, second in zip_longest(left, right, fillvalue=Text()):
-        line = first.copy()
-        line.pad_right(width + 2 - line.cell_len)
-        lines.append(line.append_text(second))
-    return lines
+class View:
+    """A rich renderable that fits any screen: panes that have no room for all their rows say so."""
+
+    def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
+        """`gone` says why the command is thought gone, or is empty; `note` stands beside the name of the run."""
+        self._status, self._gone, self._note = status, gone, note
+        # a run that is over does not change any more
+        self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height, width = options.height or max(1, console.height - 1), options.max_width
+        is_wide = width >= TWO_COLUMNS and console.is_terminal
+        head = Pane("", _head(self._status, self._now_s, self._gone, self._note, width))
+        panes = list(self._panes((width // (1 + is_wide)) - (NAME_WIDTH if width >= NARROW else 0), console))
+        if not console.is_terminal:
+            yield from (head, *panes)
+            return
+        top = Layout(head, size=min(len(head.rows), max(2, height // 3), height))
+        body = _stack(panes, height - len(head.rows))
+        if is_wide:
+            right = [pane for pane in panes if pane.name in ("lag", "waits", "events")]
+            left = [pane for pane in panes if pane not in right]
+            body = Layout()
+            body.split_row(*(_stack(each, height - len(head.rows)) for each in (left, right)))
+        whole = Layout()
+        whole.split_column(top, body)
+        yield from console.render(whole, options.update(height=height))
+
+    def _panes(self, width: int, console: Console) -> Iterator[Pane]:
+        status, now_s = self._status, self._now_s
+
+        def wrapped(sentences: Iterable[str], style: str = "") -> list[Row]:
+            return [[row] for each in sentences for row in _safe(Text(each, style)).wrap(console, max(8, width))]
+
+        events: list[Row] = [
+            [Text.assemble((time.strftime("%H:%M:%S", time.localtime(each.time_s)), "dim"), f" {each.text}")]
+            for each in status.events
+        ]
+        nobody: list[Row] = [] if status.ended else [[Text("nobody waits", style="dim")]]
+        for pane in (
+            Pane("wrong", wrapped(status.tripped, "red"), least=2),
+            Pane("pools", [_pool(each, sorted(status.lags)) for each in status.pools], least=2),
+            Pane("actors", [_process(each, now_s) for each in status.actors], least=2),
+            Pane("stages", [_process(each, now_s) for each in status.stages], least=2),
+            Pane("services", [_process(each, now_s) for each in status.services]),
+            Pane("buffer", list(_buffer(status, width)), least=2),
+            LagPane(status),
+            Pane("waits", wrapped(status.waits) or nobody, least=2),
+            Pane("events", events, keeps_end=True),
+        ):
+            if pane.rows:
+                yield pane
 
 
-def _cut(line: Text, width: int) -> Text:
-    """The line, no wider; what comes from elsewhere may hold tabs and line ends, and moves no cursor."""
-    plain = line.copy()
-    if not plain.plain.isprintable():
-        plain = Text("".join(char if char.isprintable() else " " for char in plain.plain), style=plain.style)
-    plain.truncate(width, overflow="ellipsis")
-    return plain
+def _stack(panes: Sequence[Pane], height: int) -> Layout:
+    """Put panes under each other: as they are if they fit, else each with at least some of its rows."""
+    for name in DROPPED_FIRST:
+        if sum(min(pane.least, len(pane.rows)) for pane in panes) > height:
+            panes = [pane for pane in panes if pane.name != name]
+    whole = Layout()
+    if sum(len(pane.rows) for pane in panes) <= height:
+        layouts = [*(Layout(pane, size=len(pane.rows)) for pane in panes), Layout(Text(" "))]
+    else:
+        least = [min(pane.least, len(pane.rows)) for pane in panes]
+        layouts = [Layout(pane, ratio=len(pane.rows), minimum_size=n) for pane, n in zip(panes, least, strict=True)]
+    whole.split_column(*layouts)
+    return whole

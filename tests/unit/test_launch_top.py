@@ -1,5 +1,6 @@
 """`leeway top`: fits any screen, follows its size, and leaves the terminal as it was."""
 
+import io
 import os
 import re
 import shutil
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
 from buffer.ledger import COUNTS
 from launch.observe.status import RunStatus, read_status, write_status
-from launch.observe.view import MARK, MAX_ROWS, View, lag_rows
+from launch.observe.view import MARK, View, lag_bars
 from launch.run_folder import RunFolder
 from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal, new_attributes
 
@@ -25,13 +28,19 @@ def recorded(name: str = "training") -> RunStatus:
     return read_status(RECORDED / f"{name}.json")
 
 
-def lag_lines(lags: dict, max_lag: int | str, width: int, max_rows: int = MAX_ROWS, *, ascii_only: bool = False):
+def lag_lines(lags: dict, max_lag: int | str, width: int, max_rows: int = 12, *, ascii_only: bool = False):
     status = msgspec.structs.replace(recorded(), lags=lags, max_lag=max_lag)
-    return lag_rows(status, width, max_rows, ascii_only=ascii_only)
+    return lag_bars(status, width, max_rows, ascii_only=ascii_only)
 
 
-def shown(snapshot: RunStatus, columns: int, rows: int, **view: str) -> list[str]:
-    return [line.plain for line in View(snapshot, snapshot.written_s, **view).lines(columns, rows)]
+def shown(snapshot: RunStatus, columns: int, rows: int, now_s: float | None = None, **view: str) -> list[str]:
+    """The lines of a view on a terminal of this size."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=columns, height=rows + 1, force_terminal=True, color_system=None, markup=False, highlight=False
+    )
+    console.print(View(snapshot, snapshot.written_s if now_s is None else now_s, **view), end="")
+    return file.getvalue().splitlines()
 
 
 # --- the view -----------------------------------------------------------------------------------------
@@ -41,10 +50,10 @@ def shown(snapshot: RunStatus, columns: int, rows: int, **view: str) -> list[str
 @pytest.mark.parametrize("name", ["training", "done"])
 def test_a_view_is_never_wider_or_higher_than_its_screen(name, size):
     columns, rows = size
-    lines = View(recorded(name), 0.0).lines(columns, rows)
+    lines = shown(recorded(name), columns, rows, 0.0)
     assert len(lines) <= rows
-    assert max(line.cell_len for line in lines) <= columns
-    assert lines[0].plain[:1] == recorded(name).run[:1] or columns == 1
+    assert max(map(cell_len, lines)) <= columns
+    assert lines[0][:1] == recorded(name).run[:1] or columns == 1
 
 
 def test_at_80_by_24_all_that_matters_is_there():
@@ -69,7 +78,22 @@ def test_at_80_by_24_all_that_matters_is_there():
 
 
 def test_where_there_is_little_room_lags_share_rows_and_the_bound_is_marked_all_the_same():
-    assert sum(MARK in line for line in shown(recorded(), 40, 12)) == 1
+    assert sum(MARK in line for line in shown(recorded(), 40, 16)) == 1
+
+
+def test_a_long_sentence_of_what_is_wrong_is_read_to_its_end():
+    tripped = ["actor-3 serves version 0.1 " + "and is behind " * 10 + "since noon"]
+    lines = shown(msgspec.structs.replace(recorded(), tripped=tripped), 80, 40)
+    assert any("since noon" in line for line in lines)
+
+
+def test_a_pipe_gets_every_row():
+    snapshot = recorded()
+    many = [msgspec.structs.replace(snapshot.actors[0], name=f"actor-{number}") for number in range(500)]
+    file = io.StringIO()
+    view = View(msgspec.structs.replace(snapshot, actors=many), snapshot.written_s)
+    Console(file=file, width=80, height=24).print(view, end="")
+    assert all(f"actor-{number}" in file.getvalue() for number in range(500))
 
 
 def test_a_run_of_many_actors_leaves_room_for_everything_else():
@@ -83,7 +107,7 @@ def test_a_run_of_many_actors_leaves_room_for_everything_else():
 
 def test_a_wide_screen_has_two_columns():
     lines = shown(recorded(), 200, 50)
-    assert any(line.startswith("pools") and "lag " in line[90:] for line in lines)
+    assert any(line.startswith("pools") and "lag " in line[98:] for line in lines)
 
 
 def test_a_pool_says_what_it_lost_and_with_how_many_tokens_it_hands_on():
@@ -111,8 +135,7 @@ def test_nothing_of_a_run_that_is_over_goes_on(how):
     run = recorded("done" if how == "done" else "training")
     evaluating = [msgspec.structs.replace(each, state="evaluating", since_s=run.written_s - 2.5) for each in run.actors]
     run = msgspec.structs.replace(run, actors=evaluating)
-    view = View(run, run.written_s + 3600.0, gone="the command is gone" * (how == "gone"))
-    lines = [line.plain for line in view.lines(120, 60)]
+    lines = shown(run, 120, 60, run.written_s + 3600.0, gone="the command is gone" * (how == "gone"))
     assert sum("evaluating, for 0:00:02" in line for line in lines) == len(run.actors) == 2
 
 
