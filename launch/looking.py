@@ -185,13 +185,12 @@ def top(parsed: argparse.Namespace) -> int:
 
 
 @verb(
-    "write one HTML page that shows a run, or two side by side",
+    "write one HTML page that shows a run",
     of_run(),
-    arg("against", type=Path, nargs="?", metavar="RUN2", help="a run to compare it with"),
-    arg("--out", type=Path, metavar="FILE", help="default: report.html in RUN; of two runs, report-RUN2.html there"),
+    arg("--out", type=Path, metavar="FILE", help="default: report.html in RUN"),
 )
 def report(parsed: argparse.Namespace) -> int:
-    """Write one HTML page that shows a run: curves, timeline, distributions, samples, ledger, config.
+    """Write one HTML page that shows a run: is it learning, is it healthy, who waits for what, does the lag hurt.
 
     It needs nothing but itself. The run may be live, over or broken: the page says what is missing.
     """
@@ -200,19 +199,18 @@ def report(parsed: argparse.Namespace) -> int:
     from launch.report.page import write
     from launch.run_folder import open_run
 
-    folders = [open_run(path) for path in (parsed.run, parsed.against) if path is not None]
-    out = parsed.out or (folders[0].report if len(folders) == 1 else folders[0].root / f"report-{folders[1].name}.html")
+    folder = open_run(parsed.run)
+    out = parsed.out or folder.report
     if out.is_dir():
         raise ConfigError(f"{out} is a folder; give --out the name of a file, as in report.html")
     with private_files():
-        runs = [collect(folder) for folder in folders]
+        run = collect(folder)
         try:
-            size = write(runs, out)
+            size = write(run, out)
         except OSError as error:
             return refuse(f"{out} cannot be written: {error.strerror}; give another --out FILE")
-    for each in runs:
-        for sentence in each.missing:
-            print(f"{each.name}: {sentence}")
+    for sentence in run.missing:
+        print(f"{run.name}: {sentence}")
     print(f"{out} ({size / 2**20:.1f} MiB)")
     return ExitStatus.OK
 

@@ -13,13 +13,12 @@ from typing import Any
 import msgspec
 
 from buffer.errors import BufferError
-from launch.observe.status import Accuracy, StatusError, StatusView, look
+from launch.observe.status import Accuracy, RunStatus, StatusError, StatusView, look
 from launch.report.samples import BufferData, read_buffer
-from launch.report.svg import Point
 from launch.report.timeline import Timeline, read_timeline
 from launch.run_folder import RunFolder
-from planning.prediction import Prediction
 
+Point = tuple[float, float]
 FIRST_EVENTS, LAST_EVENTS = 60, 240
 """That are shown of a run with more."""
 BUFFER_LIMIT_S = 12.0
@@ -73,10 +72,10 @@ class Series:
         """Of all points; None where there is none."""
         return self.total / len(self._y) if self._y else None
 
-    def mean_at_ends(self, share: float) -> tuple[float, float] | None:
-        """Means of the first and of the last points, this share of all of them; None where there is no point."""
+    def ends(self, share: float = 0.1) -> tuple[Sequence[float], Sequence[float]]:
+        """Return the first and the last values, this share of all of them."""
         num = max(1, int(share * len(self._y)))
-        return (math.fsum(self._y[:num]) / num, math.fsum(self._y[-num:]) / num) if self._y else None
+        return self._y[:num], self._y[-num:]
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -158,9 +157,14 @@ class RunData:
     seen: StatusView | None = None
     timeline: Timeline | None = None
     buffer: BufferData | None = None
-    prediction: Prediction | None = None
+    prediction: Mapping[str, Any] = field(default_factory=dict)
+    """What a plan predicted of the run; empty if it had none."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
+
+    @property
+    def status(self) -> RunStatus | None:
+        return self.seen.status if self.seen is not None else None
 
     @property
     def exit_status(self) -> int | None:
@@ -181,12 +185,12 @@ class RunData:
     @property
     def num_steps(self) -> int:
         """Number of the last step that was finished; metrics.jsonl may lack it, for tracking.log_every."""
-        return max(self.metrics.num_steps, self.seen.status.step if self.seen is not None else 0)
+        return max(self.metrics.num_steps, self.status.step if self.status is not None else 0)
 
     @property
     def ledger(self) -> Mapping[str, int] | None:
         """As the command that ended left it, else of the buffer as it lies there; where that is not read, as told."""
-        told = self.seen.status.buffer.ledger if self.seen is not None and self.seen.status.buffer is not None else None
+        told = self.status.buffer.ledger if self.status is not None and self.status.buffer is not None else None
         if self.buffer is None or (self.exit_status is not None and told is not None):
             return told
         return self.buffer.ledger
@@ -200,7 +204,7 @@ class RunData:
 
     @property
     def failed_by_reason(self) -> Mapping[str, int]:
-        buffer = self.seen.status.buffer if self.seen is not None else None
+        buffer = self.status.buffer if self.status is not None else None
         return buffer.failed_by_reason if buffer is not None else {}
 
     def knob(self, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
@@ -306,7 +310,7 @@ def _read_timeline(folder: RunFolder, run: RunData) -> None:
 
 def _read_prediction(folder: RunFolder, run: RunData) -> None:
     if folder.prediction.exists():
-        run.prediction = msgspec.json.decode(folder.prediction.read_bytes(), type=Prediction)
+        run.prediction = msgspec.json.decode(folder.prediction.read_bytes(), type=dict[str, Any])
 
 
 def _read_buffer(folder: RunFolder, run: RunData) -> None:

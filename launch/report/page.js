@@ -1,58 +1,116 @@
 "use strict";
-// Values under the pointer, or under the cursor that the arrow keys move. The page is complete without this.
+// Draws the charts by uPlot. A legend shows the values under the pointer, or under the cursor that the arrow keys move.
 (() => {
-  const tip = document.getElementById("tip");
-  const scale = (text) => {
-    const [low, high, start, end, kind] = text.split(" ");
-    return { low: +low, high: +high, start: +start, end: +end, log: kind === "log" };
-  };
-  const value = (axis, pixel) => {
-    const share = (pixel - axis.start) / (axis.end - axis.start);
-    if (axis.log) return axis.low * Math.pow(axis.high / axis.low, share);
-    return axis.low + share * (axis.high - axis.low);
-  };
+  const plots = JSON.parse(document.getElementById("plots").textContent);
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const words = (number) => {
     const size = Math.abs(number);
     if (size && size < 0.001) return number.toExponential(1);
+    if (size >= 10000) return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(number);
     return size >= 1000 ? Math.round(number).toLocaleString("en") : String(+number.toPrecision(3));
   };
-  const near = (points, x) => points.reduce((best, each) => (Math.abs(each[0] - x) < Math.abs(best[0] - x) ? each : best));
-  for (const chart of document.querySelectorAll("svg[data-x]")) {
-    const x = scale(chart.dataset.x), y = scale(chart.dataset.y);
-    const cursor = chart.querySelector(".cursor");
-    const curves = [...chart.querySelectorAll("polyline")].reverse().map((line) => ({
-      name: line.dataset.name,
-      points: line.getAttribute("points").split(" ").map((pair) => pair.split(",").map(Number)),
-    }));
-    const stops = [...new Set(curves.flatMap((curve) => curve.points.map((point) => point[0])))].sort((a, b) => a - b);
-    let at = -1;
-    const show = (pixel) => {
-      at = stops.indexOf(near(stops.map((stop) => [stop]), pixel)[0]);
-      const stop = stops[at], box = chart.getBoundingClientRect(), zoom = box.width / chart.viewBox.baseVal.width;
-      cursor.setAttribute("x1", stop);
-      cursor.setAttribute("x2", stop);
-      cursor.style.visibility = "visible";
-      const lines = curves.map((curve) => `${curve.name} ${words(value(y, near(curve.points, stop)[1]))}`);
-      const place = value(x, stop);
-      tip.textContent = [`${chart.dataset.xname} ${words(Math.abs(place) > 20 ? Math.round(place) : place)}`, ...lines].join("\n");
-      tip.hidden = false;
-      const left = box.left + stop * zoom + 12;
-      tip.style.left = `${Math.max(4, left + tip.offsetWidth > innerWidth ? left - tip.offsetWidth - 24 : left)}px`;
-      tip.style.top = `${Math.max(4, box.top + 8)}px`;
+  const axis = (more) => ({
+    stroke: () => color("quiet"), font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", labelSize: 14, labelGap: 0, gap: 4, ticks: { show: false },
+    grid: { stroke: () => color("line"), width: 1 }, values: (u, splits) => splits.map((each) => (each === null ? "" : words(each))), ...more,
+  });
+  const powersOnly = (u, splits) => splits.map((each) => (each && Math.abs(Math.log10(each) - Math.round(Math.log10(each))) < 1e-6 ? each : null));
+  const powers = {
+    filter: powersOnly, grid: { stroke: () => color("line"), width: 1, filter: powersOnly },
+    values: (u, splits) => splits.map((each) => (each === null ? "" : each.toExponential(0))),
+  };
+  // rows of several charts are joined by x: the value of a curve is that of its point nearest to the pointer
+  const nearest = (u, series, at) => {
+    for (let far = 0; far < u.data[0].length; far++)
+      for (const each of [at - far, at + far]) if (u.data[series][each] != null) return each;
+    return at;
+  };
+  const kinds = {
+    lines: (plot) => ({
+      data: uPlot.join(plot.series.map((each) => each.points)),
+      series: plot.series.map((each) => ({
+        stroke: () => color(each.color), width: each.color === "bound" ? 1 : 1.6, dash: each.color === "bound" ? [4, 3] : [],
+        spanGaps: true, paths: each.join ? undefined : () => null,
+        points: { show: each.dots, size: each.join ? 5 : 8, fill: () => color(each.color) },
+      })),
+      scales: {
+        x: { time: false },
+        y: plot.log ? { distr: 3 } : { range: { min: { pad: 0.1, soft: plot.floor ?? 0, mode: plot.floor === null ? 3 : 1 }, max: { pad: 0.1, soft: plot.ceiling ?? 0, mode: plot.ceiling === null ? 0 : 1 } } },
+      },
+      axes: [axis({ size: 22, label: plot.x }), axis({ size: 46, ...(plot.log ? powers : {}) })],
+      name: (u, at) => `${plot.x} ${words(u.data[0][at])}`,
+    }),
+    bars: (plot) => ({
+      data: [plot.series[0].points[0], ...plot.series.map((each) => each.points[1])],
+      series: plot.series.map((each, place) => ({
+        fill: () => color(each.color), width: 0, points: { show: false },
+        paths: uPlot.paths.bars({ size: [0.8 / plot.series.length, 26], align: plot.series.length === 1 ? 0 : 2 * place - 1 }),
+      })),
+      scales: { x: { time: false, range: [-0.7, plot.labels.length - 0.3] }, y: { range: (u, low, high) => [0, 1.08 * (high || 1)] } },
+      axes: [axis({ size: 22, label: plot.x, incrs: [1, 2, 4, 8, 16, 32], space: 44, grid: { show: false }, values: (u, splits) => splits.map((each) => plot.labels[each] ?? "") }), axis({ size: 46 })],
+      name: (u, at) => `${plot.labels[at]} ${plot.x}`,
+    }),
+    lanes: (plot) => ({
+      data: [plot.span, [null, null]],
+      series: [{}],
+      scales: { x: { time: false }, y: { range: [0, plot.lanes.length], dir: -1 } },
+      axes: [
+        axis({ size: 22, space: 80, values: (u, splits) => splits.map((each) => `${each} s`) }),
+        axis({ size: 76, grid: { show: false }, splits: () => plot.lanes.map((_, lane) => lane + 0.5), values: () => plot.lanes }),
+      ],
+      height: 22 * plot.lanes.length + 30,
+      draw: (u) => {
+        const { ctx, bbox } = u, high = bbox.height / plot.lanes.length;
+        ctx.save();
+        ctx.beginPath();
+        ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+        ctx.clip();
+        [ctx.textAlign, ctx.textBaseline] = ["left", "middle"];
+        ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+        for (const [lane, kind, start, end, share, said] of plot.marks) {
+          const left = u.valToPos(start, "x", true), width = Math.max(1, u.valToPos(end, "x", true) - left);
+          // a pause is short: it is drawn on the lower edge, over what it interrupts
+          const top = bbox.top + high * (lane + (kind === "update" ? 0.6 : 0.12)), tall = high * (kind === "update" ? 0.28 : 0.76);
+          ctx.globalAlpha = share;
+          ctx.fillStyle = color(kind);
+          ctx.fillRect(left, top, width - (kind === "phase" ? 1 : 0), tall);
+          if (kind !== "phase" || ctx.measureText(said).width + 8 > width) continue;
+          ctx.fillStyle = color("ink");
+          ctx.fillText(said, left + 4, top + tall / 2);
+        }
+        ctx.restore();
+      },
+      name: (u) => {
+        const x = u.posToVal(u.cursor.left, "x"), lane = Math.floor(u.posToVal(u.cursor.top, "y"));
+        return plot.marks.findLast((each) => each[0] === lane && each[2] <= x && x <= each[3])?.[5] ?? `${words(x)} s`;
+      },
+    }),
+  };
+  const drawn = [...document.querySelectorAll(".plot")].map((place) => {
+    const plot = plots[place.dataset.plot], kind = kinds[plot.kind](plot), figure = place.closest("figure");
+    const output = figure.querySelector("output"), numbers = plot.kind === "lanes" ? [] : [...figure.querySelectorAll(".legend b")];
+    const atRest = numbers.map((each) => each.textContent);
+    const show = (u) => {
+      const at = u.cursor.left < 0 ? null : u.cursor.idx;
+      output.textContent = at == null ? "" : kind.name(u, at);
+      numbers.forEach((each, place) => { each.textContent = at == null ? atRest[place] : words(u.data[place + 1][u.cursor.idxs[place + 1]]); });
     };
-    const hide = () => { tip.hidden = true; cursor.style.visibility = "hidden"; };
-    chart.addEventListener("pointermove", (event) => {
-      const box = chart.getBoundingClientRect();
-      show(((event.clientX - box.left) / box.width) * chart.viewBox.baseVal.width);
-    });
-    chart.addEventListener("pointerleave", hide);
-    chart.addEventListener("blur", hide);
-    chart.addEventListener("keydown", (event) => {
+    const size = () => ({ width: place.clientWidth, height: kind.height ?? 200 });
+    const u = new uPlot({
+      ...size(), series: [{}, ...kind.series], scales: kind.scales, axes: kind.axes, legend: { show: false }, padding: [8, 14, 0, 0],
+      cursor: { y: false, dataIdx: (u, series, at) => (series && plot.kind === "lines" ? nearest(u, series, at) : at), points: { size: 6 } },
+      hooks: { setCursor: [show], draw: kind.draw ? [kind.draw] : [] },
+    }, kind.data, place);
+    place.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (event.key === "Escape") hide();
+      if (event.key === "Escape") u.setCursor({ left: -10, top: -10 });
       if (!step) return;
       event.preventDefault();
-      show(stops[Math.min(stops.length - 1, Math.max(0, at + step))]);
+      const before = u.cursor.left < 0 ? -1 : u.cursor.idx ?? -1, at = Math.min(u.data[0].length - 1, Math.max(0, before + step));
+      u.setCursor({ left: u.valToPos(u.data[0][at], "x"), top: 10 });
     });
-  }
+    place.addEventListener("blur", () => u.setCursor({ left: -10, top: -10 }));
+    new ResizeObserver(() => u.setSize(size())).observe(place);
+    return u;
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((u) => u.redraw()));
 })();

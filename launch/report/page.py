@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, with its headline figures, tables and charts."""
+"""The page: one HTML file that needs nothing else. It answers four questions, each with figures, charts and tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
@@ -17,60 +18,63 @@ from markupsafe import Markup
 from buffer.ledger import COUNTS
 from common.files import private_file
 from launch.observe.metrics import METRICS, POOL_PREFIX
-from launch.observe.status import RunStatus
 from launch.observe.view import commonest
-from launch.report import charts
-from launch.report.data import RunData
-from launch.report.svg import DASH, short
-from launch.report.timeline import ActorSums, overview, window
+from launch.report.charts import DASH, Figure, figures, pools_of, short
+from launch.report.data import TIMES, RunData
+from launch.report.timeline import ActorSums
 from launch.text import duration, printable, share_of
-from planning.prediction import Prediction
 
-IDENTITY_KEYS = ("run.name", "run.dir")
-"""Of the config: differ between any two runs and say nothing."""
+QUESTIONS = {
+    "learning": "Is it learning?",
+    "health": "Is it healthy?",
+    "waiting": "Who waits for what?",
+    "lag": "Does the lag hurt?",
+}
 MAX_REASONS, MAX_REASON = 40, 300
-"""Why samples failed: how many on the page, and characters of each."""
+"""Reasons why samples failed on the page, and characters of each."""
 WARM_UP = 3
-"""Steps that do not count: nobody predicts a start."""
+"""Steps that are not compared with a plan."""
 OUTSIDE = ("duplicates", "late", "fenced", "quarantined_outside")
+LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 10
+"""Thresholds of the answers: share of the learner's time, effective share of a batch, and steps."""
 
 
 # --- the page -----------------------------------------------------------------------------------------
 
 
-def render(runs: Sequence[RunData]) -> str:
-    """The page as text: of one run, or of two to compare."""
+def render(run: RunData) -> str:
+    """Return the page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"clock": _clock, "number": _three_digits, "printable": printable}
+    charts = figures(run)
+    drawn = [each for each in charts if each.plot is not None]
+    plots = json.dumps([each.plot for each in drawn], separators=(",", ":"), allow_nan=False)
+    pages = {name: Markup(_resource(name)) for name in ("uplot.css", "page.css", "uplot.js", "page.js")}
     return environment.from_string(_resource("page.html")).render(
-        runs=runs,
-        verdicts=[_verdict(run) for run in runs],
-        css=Markup(_resource("page.css")),
-        js=Markup(_resource("page.js")),
-        tiles=[tiles(run) for run in runs],
-        curves=charts.curves(runs),
-        hints={title: " ".join(guide) for title, guide in charts.GUIDES.items()},
-        timelines=[(run, window(run.timeline), overview(run.timeline)) for run in runs if run.timeline],
-        distributions=charts.distributions(runs),
-        samples=[(run, run.buffer.trajectories) for run in runs if run.buffer is not None],
+        run=run,
+        verdict=_verdict(run),
+        resources=pages,
+        plots=Markup(plots.replace("<", "\\u003c")),
+        drawn=drawn,
+        parts=[Question.of(run, name, charts) for name in QUESTIONS],
+        seconds=_seconds(run),
         pool_columns=POOL_COLUMNS,
-        pools=[(run, pool_rows(run)) for run in runs],
-        ledger=ledger_rows(runs),
-        reasons=[(run, reasons(run)) for run in runs],
-        differences=differences(runs),
-        foretold=[(run, found) for run in runs if (found := foretold(run)) is not None],
-        sections=[(run, list(sections(run))) for run in runs],
+        pools=pool_rows(run),
+        ledger=ledger_rows(run),
+        reasons=reasons(run),
+        plan=plan_rows(run),
+        sections=list(sections(run)),
         made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
 
 
-def write(runs: Sequence[RunData], path: Path) -> int:
-    """Write the page; it appears whole, and only its owner can read it. Returns its size in bytes.
+def write(run: RunData, path: Path) -> int:
+    """Write the page for its owner alone; return its size in bytes.
 
     Raises:
         OSError: it cannot be written.
     """
-    data = render(runs).encode(errors="replace")  # a name of a folder may be no text
+    data = render(run).encode(errors="replace")  # a name of a folder may be no text
     with private_file(path) as file:
         file.write(data)
     return len(data)
@@ -89,7 +93,7 @@ def _verdict(run: RunData) -> str:
         return f"{what}: failed after {num_steps:,} steps. {run.events.failed}"
     if not num_steps:
         return f"{what}: no step yet."
-    trained = f", {run.seen.status.trained_tokens:,} completion tokens trained" if run.seen is not None else ""
+    trained = f", {run.status.trained_tokens:,} completion tokens trained" if run.status is not None else ""
     return f"{what}: {num_steps:,} steps{trained}."
 
 
@@ -103,45 +107,130 @@ def _three_digits(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else DASH
 
 
+def _percent(share: float | None) -> str:
+    return DASH if share is None else f"{100 * share:.0f}%"
+
+
+def _number(value: float | None) -> str:
+    return DASH if value is None else short(value)
+
+
+# --- the four answers ---------------------------------------------------------------------------------
+
+
+def _learning(run: RunData) -> str:
+    series = run.metrics.series.get("reward/mean")
+    if series is None or run.num_steps < FEW_STEPS:
+        return "Not known yet: the run has taken too few steps."
+    first, last = series.ends()
+    gain = fmean(last) - fmean(first)
+    noise = 2 * sqrt(pvariance(first) / len(first) + pvariance(last) / len(last))
+    if abs(gain) <= noise:
+        return f"Not visibly: the mean reward changed by {gain:+.3f}, which is within its noise of {noise:.3f}."
+    return f"{'Yes' if gain > 0 else 'No'}: the mean reward changed by {gain:+.3f}."
+
+
+def _health(run: RunData) -> str:
+    status = run.status
+    if status is None:
+        return "Not known: the run has no status."
+    wrong = [run.events.failed] if run.events.failed else []
+    wrong += status.tripped
+    wrong += [f"{status.ledger_gap} samples are unaccounted for, which is a bug"] if status.ledger_gap else []
+    if wrong:
+        return f"No: {'; '.join(wrong)}"
+    restarts = int(max((y for _, y in run.metrics.of("restarts")), default=0))
+    again = f"; the learner was restarted {restarts} times" if restarts else ""
+    return f"Yes: no alert is active and every sample is accounted for{again}."
+
+
+def _waiting(run: RunData) -> str:
+    waiting, timeline = _waiting_share(run), run.timeline
+    busy = timeline.share("busy_s") if timeline is not None else None
+    if waiting is None:
+        return "Not known yet: no step was taken."
+    actors = f", and the actors generate {_percent(busy)} of the training time" if busy is not None else ""
+    if waiting > LONG_WAIT:
+        return f"The learner waits for batches {_percent(waiting)} of its time{actors}: add actors."
+    if busy is not None and busy < 1 - LONG_WAIT:
+        waits = f"and the learner waits {_percent(waiting)} of its time"
+        return f"The actors wait: they generate {_percent(busy)} of the training time, {waits}."
+    return f"Neither side waits long: the learner waits {_percent(waiting)} of its time{actors}."
+
+
+def _lag_hurts(run: RunData) -> str:
+    ess, status = run.metrics.mean("off_policy/ess_sequence"), run.status
+    lag = f" at a mean lag of {status.lag_mean:.2f} versions" if status and status.lag_mean is not None else ""
+    if ess is None:
+        return f"Not measured by this loss{lag}." if run.num_steps else "Not known yet: no step was taken."
+    said = "Little" if ess >= MUCH_ESS else "Somewhat" if ess >= LITTLE_ESS else "Yes"
+    return f"{said}: {_percent(ess)} of a batch is effective{lag}."
+
+
 # --- figures and tables -------------------------------------------------------------------------------
+
+
+class Question(NamedTuple):
+    """A question with its answer, and the figures and charts that it rests on."""
+
+    name: str
+    question: str
+    answer: str
+    tiles: Sequence[Tile]
+    figures: Sequence[Figure]
+
+    @classmethod
+    def of(cls, run: RunData, name: str, charts: Sequence[Figure]) -> Question:
+        answer = {"learning": _learning, "health": _health, "waiting": _waiting, "lag": _lag_hurts}[name](run)
+        in_part = [tile for tile in tiles(run) if tile.part == name]
+        return cls(name, QUESTIONS[name], answer, in_part, [each for each in charts if each.chart.part == name])
 
 
 class Tile(NamedTuple):
     """A headline figure."""
 
+    part: str
     name: str
     value: str
     detail: str = ""
     tone: str = ""
-    """`good` or `bad` where it can be either."""
+    """`good` or `bad` if it is one of them."""
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """The headline figures of a run; a dash where one is not known."""
-    metrics, timeline = run.metrics, run.timeline
-    status = run.seen.status if run.seen is not None else None
+    """Return the headline figures; a dash stands for one that is not known."""
+    metrics, timeline, status = run.metrics, run.timeline, run.status
     generated, trained = (metrics.mean(f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
     busy, pauses = (timeline.share("busy_s"), timeline.share("pause_s")) if timeline is not None else (None, None)
     took = f" in {duration(status.wall_s)}" if status is not None and status.wall_s else ""
-    exit_status = f"; exit status {run.exit_status}" if run.exit_status is not None else ""
-    return [
+    end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
+    tone = {"finished": "good", "failed": "bad"}.get(run.ended, "")
+    found = [
+        _reward(run),
         _accuracy(run, "greedy"),
         _accuracy(run, "sampled"),
-        _reward(run),
-        Tile("Tokens per second", _number(generated), f"generated; {_number(trained)} trained"),
-        _lag(status),
-        Tile("Overlap", _percent(status.overlap_frac if status else None), "of step time, actors generated"),
-        Tile("Learner waits", _percent(_waiting(metrics.seconds)), "of its time, for a batch"),
-        Tile("Actors generate", _percent(busy), f"of the training time; {_percent(pauses)} paused for weights"),
-        _gap(status),
-        *_failed(run),
-        Tile(
-            "End",
-            run.ended,
-            f"{run.num_steps:,} steps{took}{exit_status}",
-            {"finished": "good", "failed": "bad"}.get(run.ended, ""),
-        ),
+        Tile("health", "End", run.ended, end, tone),
+        Tile("health", "Ledger gap", DASH, "no step"),
+        Tile("waiting", "Tokens per second", _number(generated), f"generated; {_number(trained)} trained"),
+        Tile("waiting", "Overlap", _percent(status.overlap_frac if status else None), "of step time, actors generated"),
+        Tile("waiting", "Learner waits", _percent(_waiting_share(run)), "of its time, for a batch"),
+        Tile("waiting", "Actors generate", _percent(busy), f"of the training time; {_percent(pauses)} paused"),
+        Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),
     ]
+    if status is not None and status.step:
+        gap = status.ledger_gap
+        found[4] = Tile("health", "Ledger gap", str(gap), "samples unaccounted for", "bad" if gap else "good")
+    if run.num_failed:
+        issued = (run.ledger or {}).get("issued", 0)
+        why = f": {commonest(run.failed_by_reason, 2)}" if run.failed_by_reason else ""
+        detail = f"{run.num_failed:,} of {issued:,}{why}"
+        found.append(Tile("health", "Failed samples", share_of(run.num_failed, issued), detail, "bad"))
+    if status is None or status.lag_mean is None:
+        return [*found, Tile("lag", "Lag", DASH, "no step")]
+    bound = status.max_lag if isinstance(status.max_lag, int) else None
+    detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
+    tone = "bad" if bound is not None and status.lag_max > bound else ""
+    return [*found, Tile("lag", "Lag, mean", f"{status.lag_mean:.2f}", detail, tone)]
 
 
 def _accuracy(run: RunData, which: str) -> Tile:
@@ -149,55 +238,33 @@ def _accuracy(run: RunData, which: str) -> Tile:
     before, *others = [getattr(each, which) for each in evaluations] or [None]
     after = others[-1] if others else None
     if before is None:
-        return Tile(name, DASH, "not evaluated")
+        return Tile("learning", name, DASH, "not evaluated")
     if after is None:
-        return Tile(name, f"{before:.3f}", "before training; not evaluated since")
+        return Tile("learning", name, f"{before:.3f}", "before training; not evaluated since")
     held_out = f"{evaluations[-1].num_problems:,} held-out problems"
-    return Tile(name, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f} on {held_out}")
+    return Tile("learning", name, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f} on {held_out}")
 
 
 def _reward(run: RunData) -> Tile:
     series = run.metrics.series.get("reward/mean")
-    means = series.mean_at_ends(0.1) if series is not None else None
-    if means is None:
-        return Tile("Reward", DASH, "no step")
-    return Tile("Reward", f"{means[0]:.3f} → {means[1]:.3f}", "mean of the first and the last tenth of steps")
+    if series is None:
+        return Tile("learning", "Reward", DASH, "no step")
+    first, last = map(fmean, series.ends())
+    detail = "mean of the first and the last tenth of steps"
+    return Tile("learning", "Reward", f"{first:.3f} → {last:.3f}", detail)
 
 
-def _lag(status: RunStatus | None) -> Tile:
-    if status is None or status.lag_mean is None:
-        return Tile("Lag", DASH, "no step")
-    bound = status.max_lag if isinstance(status.max_lag, int) else None
-    is_over = bound is not None and status.lag_max > bound
-    detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
-    return Tile("Lag, mean", f"{status.lag_mean:.2f}", detail, "bad" if is_over else "")
-
-
-def _failed(run: RunData) -> list[Tile]:
-    if not run.num_failed:
-        return []
-    issued = (run.ledger or {}).get("issued", 0)
-    why = f": {commonest(run.failed_by_reason, 2)}" if run.failed_by_reason else ""
-    return [Tile("Failed samples", share_of(run.num_failed, issued), f"{run.num_failed:,} of {issued:,}{why}", "bad")]
-
-
-def _gap(status: RunStatus | None) -> Tile:
-    if status is None or not status.step:
-        return Tile("Ledger gap", DASH, "no step")
-    return Tile("Ledger gap", str(status.ledger_gap), "samples unaccounted for", "bad" if status.ledger_gap else "good")
-
-
-def _waiting(seconds: Mapping[str, float]) -> float | None:
+def _waiting_share(run: RunData) -> float | None:
+    seconds = run.metrics.seconds
     total = sum(seconds.values())
     return seconds["wait_for_batch"] / total if total else None
 
 
-class PoolRow(NamedTuple):
-    """Of a pool, or of one of its actors."""
-
-    name: str
-    is_pool: bool
-    cells: Sequence[str]
+def _seconds(run: RunData) -> list[tuple[str, float]]:
+    """Return what the learner's time was spent on, in percent."""
+    seconds = run.metrics.seconds
+    total = sum(seconds.values())
+    return [(TIMES[name], 100 * each / total) for name, each in seconds.items() if each > 0]
 
 
 POOL_COLUMNS = (
@@ -214,22 +281,28 @@ POOL_COLUMNS = (
 )
 
 
+class PoolRow(NamedTuple):
+    """A row of the table of pools: a pool, or one of its actors."""
+
+    name: str
+    is_pool: bool
+    cells: Sequence[str]
+
+
 def pool_rows(run: RunData) -> list[PoolRow]:
-    """Every pool of actors, and its actors below it."""
+    """Return every pool of actors, and its actors below it."""
     if run.timeline is None or not run.timeline.actors:
         return []
     by_pool: dict[str, dict[str, ActorSums]] = {}
     for name, actor in run.timeline.actors.items():
         by_pool.setdefault(actor.pool or "actors", {})[name] = actor
-    length_s = run.timeline.training_s
-    rows = []
-    for pool in sorted({*by_pool, *charts.pools_of(run.metrics)}):
+    length_s, rows = run.timeline.training_s, []
+    for pool in sorted({*by_pool, *pools_of(run.metrics)}):
         actors = by_pool.get(pool, {})
-        known = [f"{POOL_PREFIX}{pool}/{what}" for what in ("lag_mean", "mismatch_lag0_abs")]
-        means = [run.metrics.mean(name) for name in known]
+        means = [run.metrics.mean(f"{POOL_PREFIX}{pool}/{what}") for what in ("lag_mean", "mismatch_lag0_abs")]
         dtype = run.knob(f"pools.{pool}.dtype") or run.knob("actors.dtype") or DASH
         facts = _facts(list(actors.values()), length_s)
-        rows.append(PoolRow(pool, True, [str(len(actors)), dtype, *facts, *(_number(mean) for mean in means)]))
+        rows.append(PoolRow(pool, True, [str(len(actors)), dtype, *facts, *map(_number, means)]))
         rows += [PoolRow(name, False, ["", "", *_facts([actor], length_s), "", ""]) for name, actor in actors.items()]
     return rows
 
@@ -249,62 +322,51 @@ def _facts(actors: Sequence[ActorSums], length_s: float) -> list[str]:
     ]
 
 
-class Row(NamedTuple):
-    """A figure that was predicted."""
-
-    name: str
-    predicted: str
-    measured: str
-    off: str
-    """How far the measurement is from it, in per cent."""
-
-
-class Foretold(NamedTuple):
-    """What a plan said that the run would do, beside what it did, and what explains the most of it."""
-
-    rows: list[Row]
-    verdict: str
+PREDICTED = {
+    "samples_per_s": ("samples trained per second", 1.0),
+    "step_s": ("seconds of a step", 1.0),
+    "token_s": ("milliseconds of a token in an engine", 1e3),
+    "learner_busy": ("learner busy, share of time", 1.0),
+    "slots_used": ("slots used, share", 1.0),
+    "drop_share": ("samples dropped as stale, share", 1.0),
+    "lag_mean": ("age of a group at its step, versions", 1.0),
+}
+"""Figures of prediction.json -> what they are, and the factor of the unit that they are shown in."""
 
 
-def foretold(run: RunData) -> Foretold | None:
-    """None where the run had no plan."""
-    said = run.prediction
-    if said is None:
-        return None
-    found = measured(run)
-    rows = [
-        _row("samples trained per second", said.samples_per_s, found.get("samples_per_s")),
-        _row("seconds of a step", said.step_s, found.get("step_s")),
-        _row("milliseconds of a token in an engine", 1e3 * said.token_s, found.get("token_ms")),
-        _row("learner busy, share of time", said.learner_busy, found.get("learner_busy")),
-        _row("slots used, share", said.slots_used, found.get("slots_used")),
-        _row("samples dropped as stale, share", said.drop_share, found.get("drop_share")),
-        _row("age of a group at its step, versions", said.lag_mean, found.get("lag_mean")),
-    ]
-    return Foretold(rows, _explained(said, found))
+def plan_rows(run: RunData) -> list[tuple[str, str, str, str]]:
+    """Return what a plan predicted, what was measured, and how far that is off; empty if the run had no plan."""
+    found, rows = measured(run), []
+    for key, (name, factor) in PREDICTED.items():
+        predicted, value = run.prediction.get(key), found.get(key)
+        if not isinstance(predicted, int | float):
+            continue
+        off = f"{100 * (value / predicted - 1):+.0f}%" if value is not None and predicted else DASH
+        rows.append((name, short(factor * predicted), DASH if value is None else short(factor * value), off))
+    return rows
 
 
 def measured(run: RunData) -> dict[str, float]:
-    """The same figures of the run, after its first steps."""
+    """Return the figures of a plan as the run had them after its first steps."""
     series = run.metrics.series
     samples, started, finished, restarts = (
         dict(series.get(name, ())) for name in ("batch/trajectories", "started_s", "finished_s", "restarts")
     )
     steps = [step for step in sorted(finished) if step > WARM_UP and step in started and step in samples]
     found: dict[str, float] = {}
-    # a restart of the learner, and the night before a resume, are nobody's pace
+    # the time between two commands, or before a restarted learner goes on, is not the pace of steps
     pairs = [(one, two) for one, two in pairwise(steps) if restarts.get(one) == restarts.get(two)]
-    if pairs:
-        seconds = sum(finished[two] - finished[one] for one, two in pairs)
+    seconds = sum(finished[two] - finished[one] for one, two in pairs)
+    if seconds > 0:
         # a row stands for the steps that tracking.log_every left out before it
         found["samples_per_s"] = sum(samples[two] * (two - one) for one, two in pairs) / seconds
         found["learner_busy"] = sum((finished[two] - started[two]) * (two - one) for one, two in pairs) / seconds
         found["step_s"] = fmean(finished[two] - started[two] for _, two in pairs)
-    pools = [name for name in series if name.startswith(POOL_PREFIX)]
-    for what, key in (("step_ms", "token_ms"), ("slots_used", "slots_used")):
-        means = [mean for name in pools if name.endswith(f"/{what}") and (mean := run.metrics.mean(name)) is not None]
+    pools = pools_of(run.metrics)
+    for what, key, factor in (("step_ms", "token_s", 1e-3), ("slots_used", "slots_used", 1.0)):
+        means = [mean for pool in pools if (mean := run.metrics.mean(f"{POOL_PREFIX}{pool}/{what}")) is not None]
         if means:
-            found[key] = sum(means) / len(means)
+            found[key] = factor * fmean(means)
     if (age := run.metrics.mean("buffer/age_at_use")) is not None:
         found["lag_mean"] = age
     ledger = run.ledger or {}
@@ -313,72 +375,26 @@ def measured(run: RunData) -> dict[str, float]:
     return found
 
 
-def _row(name: str, predicted: float, value: float | None) -> Row:
-    if value is None:
-        return Row(name, short(predicted), DASH, DASH)
-    off = f"{100 * (value / predicted - 1):+.0f}%" if predicted else DASH
-    return Row(name, short(predicted), short(value), off)
-
-
-def _explained(said: Prediction, found: dict[str, float]) -> str:
-    """Where the prediction was wrong, in a sentence."""
-    rate = found.get("samples_per_s")
-    if rate is None:
-        return "The run has not taken enough steps to be compared."
-    off = rate / said.samples_per_s - 1 if said.samples_per_s else 0.0
-    text = f"The run trained {rate:.1f} samples per second, {said.samples_per_s:.1f} were predicted ({100 * off:+.0f}%)"
-    costs = {
-        "a step of the learner": (said.step_s, found.get("step_s")),
-        "a token of the engines": (said.token_s, found["token_ms"] / 1e3 if "token_ms" in found else None),
-    }
-    wrong = {what: value / told - 1 for what, (told, value) in costs.items() if value is not None and told}
-    if not wrong:
-        return f"{text}."
-    what, most = max(wrong.items(), key=lambda each: abs(each[1]))
-    if abs(most) < 0.05:
-        return f"{text}; steps and tokens cost what the profile says."
-    longer = "longer" if most > 0 else "less long"
-    return f"{text}; {what} took {100 * abs(most):.0f}% {longer} than the profile says."
-
-
-def ledger_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str]]]:
-    """Name, meaning, and the count of each run."""
-    ledgers = [run.ledger for run in runs]
-    if all(ledger is None for ledger in ledgers):
+def ledger_rows(run: RunData) -> list[tuple[str, str, str]]:
+    """Return name, count and meaning of every column of the ledger; empty if it is not known."""
+    if run.ledger is None:
         return []
-    meanings = {name: METRICS[f"buffer/{name}"] for name in COUNTS}
-    meanings |= dict.fromkeys(OUTSIDE, "Outside the ledger.")
-    return [
-        (name, text, [DASH if not ledger or name not in ledger else f"{ledger[name]:,}" for ledger in ledgers])
-        for name, text in meanings.items()
-    ]
+    meanings = {name: METRICS[f"buffer/{name}"] for name in COUNTS} | dict.fromkeys(OUTSIDE, "Outside the ledger.")
+    return [(name, f"{run.ledger[name]:,}" if name in run.ledger else DASH, text) for name, text in meanings.items()]
 
 
 def reasons(run: RunData) -> list[tuple[str, int]]:
-    """Why samples failed, and why rows and messages were quarantined, the most frequent first."""
-    buffer = run.seen.status.buffer if run.seen is not None else None
+    """Return why samples failed, and why rows and messages were quarantined, the most frequent first."""
+    buffer = run.status.buffer if run.status is not None else None
     if buffer is None:
         return []
-    found = [(reason, count) for reason, count in buffer.failed_by_reason.items()]
-    found += [(f"set aside: {reason}", count) for reason, count in buffer.quarantined_by_reason.items()]
+    found = [*buffer.failed_by_reason.items()]
+    found += [(f"quarantined: {reason}", count) for reason, count in buffer.quarantined_by_reason.items()]
     return sorted(((reason[:MAX_REASON], count) for reason, count in found), key=lambda each: -each[1])[:MAX_REASONS]
 
 
-def differences(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
-    """Keys of the config whose values differ, with both values."""
-    if len(runs) < 2:
-        return []
-    first, second = (dict(flat(run.config)) for run in runs)
-    keys = [*first, *(key for key in second if key not in first)]
-    return [
-        (key, first.get(key, "unset"), second.get(key, "unset"))
-        for key in keys
-        if first.get(key) != second.get(key) and key not in IDENTITY_KEYS
-    ]
-
-
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a config with their values, as text."""
+    """Yield the keys of a config with their values, as text."""
     for key, value in config.items():
         if isinstance(value, Mapping) and (not prefix or prefix.startswith("pools.")):
             yield from flat(value, f"{prefix}{key}.")
@@ -390,11 +406,3 @@ def sections(run: RunData) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     for section, values in run.config.items():
         if isinstance(values, Mapping) and values:
             yield section, list(flat(values, f"{section}." if section == "pools" else ""))
-
-
-def _percent(share: float | None) -> str:
-    return DASH if share is None else f"{100 * share:.0f}%"
-
-
-def _number(value: float | None) -> str:
-    return DASH if value is None else short(value)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
-from buffer.length_model import LengthFidelity, bounds_of
+from buffer.length_model import bounds_of
 from common.staleness import PolicyVersion, effective_version
 from launch.text import TextOf, printable
 
@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 MAX_TEXT = 4000
 """Characters of a prompt or a completion on the page."""
 NUM_GROUPS_READ = 240
-"""Evenly spread over the buffer, for the distribution of lags."""
+"""Groups, evenly spread over the buffer, that the distribution of lags is made from."""
 MAX_LAG_SHOWN = 64
-NUM_NEWEST = 4096
-"""Samples among which a typical one is looked for."""
-
-KINDS = ("best reward", "worst reward", "longest", "typical", "most off-policy", "shortest")
+KINDS = ("best reward", "worst reward", "longest", "most off-policy", "shortest")
 
 
 class SampleKey(NamedTuple):
@@ -49,10 +46,10 @@ class ShownSample:
     """As it is stored, by the names of `buffer.schema`."""
     state: str
     lag: int | None
-    """Versions between its oldest token and its last use; None where it was not trained."""
+    """Versions between its oldest token and its last use; None if it was not trained."""
     step: int | None
     prompt: str | None
-    """None where the run has no tokenizer."""
+    """None if the run has no tokenizer."""
     completion: str | None
 
     @property
@@ -74,21 +71,22 @@ class BufferData:
 
     num_groups: int = 0
     num_looked_at: int = 0
-    """Of them, before the time was over."""
+    """Groups that were read before the time was over."""
     ledger: dict[str, int] = field(default_factory=dict)
     generated: list[float] = field(default_factory=list)
-    """Share of each bucket of `buffer.length_model`, as of the last few thousand completions."""
+    """Share of each bucket of `buffer.length_model` in the last few thousand completions."""
     trained: list[float] = field(default_factory=list)
-    fidelity: LengthFidelity = field(default_factory=LengthFidelity)
+    ks: float = 0.0
+    """Kolmogorov-Smirnov distance of the two."""
     lags: Counter[int] = field(default_factory=Counter)
-    """Trained tokens of each lag, in the groups that were read for it."""
+    """Trained tokens of each lag, in `num_lag_samples` samples."""
     num_lag_samples: int = 0
     trajectories: list[ShownSample] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
 
 def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> BufferData:
-    """Look into the buffer of a run; where there are more groups than can be looked at in time, the rest is left out.
+    """Read the buffer of a run for up to `limit_s`; the groups that are left then are not looked at.
 
     Raises:
         BufferError: there is none, or it cannot be read.
@@ -104,99 +102,68 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
             ledger=totals.ledger,
             generated=state.fidelity.generated.shares(),
             trained=state.fidelity.trained.shares(),
-            fidelity=state.length_fidelity,
+            ks=state.length_fidelity.ks,
         )
-        chooser = _Chooser()
+        best: dict[str, list[tuple[tuple[float, ...], SampleKey]]] = {kind: [] for kind in KINDS}
+        trained_groups = []
         for group in inspection.groups():
             data.num_looked_at += 1
-            chooser.look_at(group)
+            if group.row.trained_at and "trained" in group.row.sample_states:
+                trained_groups.append(group.row.group_id)
+            for kind, value, key in _candidates(group):
+                (heapq.heappush if len(best[kind]) < len(KINDS) else heapq.heappushpop)(best[kind], (value, key))
             if clock() > deadline:
                 break
-        every = max(1, len(chooser.trained_groups) // NUM_GROUPS_READ)
-        for group_id in chooser.trained_groups[::every]:
+        for group_id in trained_groups[:: max(1, len(trained_groups) // NUM_GROUPS_READ)]:
             if clock() > deadline + limit_s / 2:
                 break
             _count_lags(inspection, group_id, data)
         decode = TextOf(inspection.folder)
-        for place, kind in chooser.chosen().items():
-            data.trajectories += _shown(inspection, place, kind, decode)
+        for key, kind in _chosen(best).items():
+            data.trajectories += _shown(inspection, key, kind, decode)
         data.damaged = list(dict.fromkeys(inspection.damaged))
         return data
 
 
 def length_label(bucket: int) -> str:
-    """The lengths of a bucket, in tokens."""
+    """Return the lengths of a bucket, in tokens."""
     low, high = bounds_of(bucket)
     return str(low) if high <= low else f"{low}-{high}"
 
 
-class _Chooser:
-    """Finds the samples that are worth looking at, one group after the other; memory is a number a group."""
+def _candidates(group: GroupView) -> Iterator[tuple[str, tuple[float, ...], SampleKey]]:
+    """Yield for each sample the kinds that it may be the best of, with the value that it is compared by."""
+    row, lag = group.row, _lag_of(group)
+    for index, (reward, length) in enumerate(zip(row.rewards, row.completion_lengths, strict=True)):
+        key = SampleKey(row.group_id, index)
+        if not length or row.records[index] < 0:
+            continue
+        if reward is not None:
+            yield "best reward", (reward, lag or 0, row.group_id), key
+            yield "worst reward", (-reward, lag or 0, row.group_id), key
+        yield "longest", (length, row.group_id), key
+        yield "shortest", (-length, row.group_id), key
+        if lag is not None and row.sample_states[index] == "trained":
+            yield "most off-policy", (lag, length, row.group_id), key
 
-    def __init__(self) -> None:
-        self.trained_groups: list[int] = []
-        self._best: dict[str, list[tuple[tuple[float, ...], SampleKey]]] = {}
-        """The first few of each kind, the least of them first."""
-        self._newest: deque[tuple[SampleKey, float, int]] = deque(maxlen=NUM_NEWEST)
-        """With reward and length."""
 
-    def look_at(self, group: GroupView) -> None:
-        row = group.row
-        if row.trained_at and "trained" in row.sample_states:
-            self.trained_groups.append(row.group_id)
-        lag = _lag_of(group)
-        for index, (reward, length) in enumerate(zip(row.rewards, row.completion_lengths, strict=True)):
-            place = SampleKey(row.group_id, index)
-            if not length or row.records[index] < 0:
-                continue
-            if reward is not None:
-                self._offer("best reward", (reward, lag or 0, row.group_id), place)
-                self._offer("worst reward", (-reward, lag or 0, row.group_id), place)
-                self._newest.append((place, reward, length))
-            self._offer("longest", (length, row.group_id), place)
-            self._offer("shortest", (-length, row.group_id), place)
-            if lag is not None and row.sample_states[index] == "trained":
-                self._offer("most off-policy", (lag, length, row.group_id), place)
-
-    def _offer(self, kind: str, value: tuple[float, ...], place: SampleKey) -> None:
-        best = self._best.setdefault(kind, [])
-        if len(best) < len(KINDS):
-            heapq.heappush(best, (value, place))
-        else:
-            heapq.heappushpop(best, (value, place))
-
-    def chosen(self) -> dict[SampleKey, str]:
-        """Each with why; no two of them are the same."""
-        places: dict[SampleKey, str] = {}
-        for kind in KINDS:
-            ordered = self._typical() if kind == "typical" else sorted(self._best.get(kind, []), reverse=True)
-            first = next((place for _, place in ordered if place not in places), None)
-            if first is not None:
-                places[first] = kind
-        return places
-
-    def _typical(self) -> list[tuple[tuple[float, ...], SampleKey]]:
-        """Those nearest to the median of reward and length, the later ones first."""
-        if not self._newest:
-            return []
-        _, rewards, lengths = zip(*self._newest, strict=True)
-        reward, length = median_low(rewards), median_low(lengths)
-        spread = max(max(rewards) - min(rewards), 1e-9)
-        distances = (
-            ((abs(its_reward - reward) / spread + abs(its_length - length) / max(length, 1), -place.group_id), place)
-            for place, its_reward, its_length in self._newest
-        )
-        return heapq.nsmallest(len(KINDS), distances)
+def _chosen(best: Mapping[str, Sequence[tuple[tuple[float, ...], SampleKey]]]) -> dict[SampleKey, str]:
+    """Return one sample of each kind; no two are the same."""
+    found: dict[SampleKey, str] = {}
+    for kind, ordered in best.items():
+        first = next((key for _, key in sorted(ordered, reverse=True) if key not in found), None)
+        if first is not None:
+            found[first] = kind
+    return found
 
 
 def _lag_of(group: GroupView) -> int | None:
-    """Versions between its oldest token and its last use; None where it was not used."""
     uses = group.row.trained_at
     return uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
 
 
 def _samples_of(inspection: Inspection, group_id: int) -> Iterator[tuple[GroupView, Sample, dict[str, Any]]]:
-    """Its samples with their rows, as `buffer.schema` names them; none where it was evicted since, or is damaged."""
+    """Yield the samples of a group with their rows; none if it was evicted since, or is damaged."""
     from buffer.offline.inspect import joined
 
     try:
@@ -223,17 +190,16 @@ def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None
             data.lags[min(MAX_LAG_SHOWN, max(0, uses[-1].version - sampled))] += span["end"] - span["start"]
 
 
-def _shown(inspection: Inspection, place: SampleKey, kind: str, decode: TextOf) -> Iterator[ShownSample]:
-    """The sample, where it is still there."""
-    for group, sample, row in _samples_of(inspection, place.group_id):
-        if sample.sample_index != place.sample:
+def _shown(inspection: Inspection, key: SampleKey, kind: str, decode: TextOf) -> Iterator[ShownSample]:
+    for group, sample, row in _samples_of(inspection, key.group_id):
+        if sample.sample_index != key.sample:
             continue
-        state = group.row.sample_states[place.sample]
+        state = group.row.sample_states[key.sample]
         is_trained = state == "trained" and bool(group.row.trained_at)
         yield ShownSample(
             kind=kind,
-            group_id=place.group_id,
-            sample_index=place.sample,
+            group_id=key.group_id,
+            sample_index=key.sample,
             record_id=sample.record_id,
             row=row,
             state=state,
@@ -245,9 +211,8 @@ def _shown(inspection: Inspection, place: SampleKey, kind: str, decode: TextOf) 
 
 
 def _text(text: str | None) -> str | None:
-    """With its lines kept, and whatever else would not show written out."""
+    """Return a text with its lines kept, and everything else that does not print escaped."""
     if text is None:
         return None
-    cut = text[:MAX_TEXT]
-    shown = "\n".join(printable(line.replace("\t", "    ")) for line in cut.split("\n"))
+    shown = "\n".join(printable(line.replace("\t", "    ")) for line in text[:MAX_TEXT].split("\n"))
     return shown + (f"\n... and {len(text) - MAX_TEXT} more characters" if len(text) > MAX_TEXT else "")

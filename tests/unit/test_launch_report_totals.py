@@ -7,7 +7,7 @@ import pytest
 
 from launch.observe.status import PollResult
 from launch.observe.trace import Event, Trace
-from launch.report.charts import curves
+from launch.report.charts import figures
 from launch.report.data import Metrics, Series, collect
 from launch.report.page import pool_rows, render, tiles
 from launch.report.timeline import read_timeline
@@ -61,7 +61,7 @@ def test_a_run_that_failed_and_was_gone_on_with_to_its_end_is_finished(run):
     run.events.write_text("".join(json.dumps(event) + "\n" for event in told))
     data = collect(run)
     assert (data.ended, data.events.failed) == ("finished", "")
-    assert "failed after" not in render([data])
+    assert "failed after" not in render(data)
 
 
 def test_a_step_that_is_taken_again_counts_its_tokens_and_seconds_once():
@@ -78,9 +78,9 @@ def test_steps_that_have_no_row_count_too(run):
     rows = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(rows[9::10]))
     assert len(collect(run).metrics.of("loss")) == 4
-    assert "40 steps, 40,000 completion tokens trained" in render([collect(run)])
+    assert "40 steps, 40,000 completion tokens trained" in render(collect(run))
     run.metrics.write_text("")
-    assert "40 steps, 40,000 completion tokens trained" in render([collect(run)])
+    assert "40 steps, 40,000 completion tokens trained" in render(collect(run))
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -99,7 +99,7 @@ def test_the_night_between_two_commands_is_no_training_time(tmp_path, is_killed)
 
 def test_what_is_generated_outside_of_training_is_not_in_its_rate(run):
     before = collect(run)
-    args = {"num_tokens": 10**6, "busy_s": 2.0}
+    args = {"num_tokens": 10**6}
     ts = round(1e6 * (START_S + 5))
     event = Event(
         ph="X", name="generate", pid=1000, tid=4, ts=ts, dur=2_000_000, cat="generate", args=args, who="actor-0"
@@ -138,8 +138,8 @@ def test_mismatches_of_pools_are_on_a_logarithmic_axis_and_pools_without_a_curve
         pools |= {f"pool/p{number}/lag_mean": 1.0 for number in range(8)}
         rows.append(row(step, START_S + step, **pools))
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    figures = {figure.title: figure for figure in curves([collect(run)])}
-    assert " log" in figures["Mismatch by pool"].drawing
-    assert " log" not in figures["Lag by pool"].drawing
-    assert [name for _, name in figures["Lag by pool"].legend] == ["actors", "p0", "p1", "p2", "p3", "p4"]
-    assert figures["Lag by pool"].note == "Not drawn: p5, p6, p7."
+    found = {figure.chart.title: figure for figure in figures(collect(run))}
+    assert found["Mismatch by pool"].plot["log"]
+    assert not found["Lag by pool"].plot["log"]
+    assert [each.name for each in found["Lag by pool"].legend] == ["actors", "p0", "p1", "p2", "p3", "p4"]
+    assert found["Lag by pool"].note == "Not drawn: p5, p6, p7."
