@@ -301,7 +301,7 @@ class _Run:
         ended_s = {int(row["version"]): row["finished_s"] for row in self.steps}
         delays, pauses = [], []
         for span in read(self.folder.timeline):
-            if span.cat == "update" and span.count == 1:
+            if span.cat == "update":
                 version = int(str(span.args["version"]).rpartition(".")[2])  # an older Leeway wrote START.VERSION
                 pauses.append(float(span.args.get("busy_s", 0.0)))
                 if version in ended_s:

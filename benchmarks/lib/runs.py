@@ -129,7 +129,7 @@ class FinishedRun:
             if span.cat == "generate" and span.dur:
                 inside = shared([(span.start_s, span.end_s)], [window]) / (span.end_s - span.start_s)
                 busy_s, num_tokens = found.get(span.who, Generated(0.0, 0.0))
-                more = Generated(inside * span.args.get("busy_s", 0.0), inside * span.args.get("num_tokens", 0))
+                more = Generated(inside * (span.end_s - span.start_s), inside * span.args.get("num_tokens", 0))
                 found[span.who] = Generated(busy_s + more.busy_s, num_tokens + more.num_tokens)
         return found
 

@@ -80,7 +80,7 @@ def write_run(folder, step_s, waits_s, busy):
             "lag/token_mean": 1.0, "lag/token_max": 2,
         })  # fmt: skip
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    write_generation(folder, [("actor-0", start, end, {"busy_s": busy_s}) for start, end, busy_s in busy])
+    write_generation(folder, [("actor-0", start_s, end_s, {}) for start_s, end_s in busy])
     summary = {"accuracy_after": 0.5, "ledger": {"dropped_stale": 1, "committed": 10}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return FinishedRun(folder)
@@ -94,7 +94,7 @@ def no_store(monkeypatch):
 
 @pytest.mark.usefixtures("no_store")
 def test_the_warm_up_counts_for_nothing(tmp_path):
-    run = write_run(tmp_path / "run", 1.0, [50.0, 9.0, 1.0, 1.0, 2.0], [(100.0, 161.0, 61.0), (161.0, 165.0, 2.0)])
+    run = write_run(tmp_path / "run", 1.0, [50.0, 9.0, 1.0, 1.0, 2.0], [(100.0, 161.0), (161.0, 163.0)])
     found = overlap.figures_of(run, num_warmup=2)
     assert found["seconds"] == pytest.approx(7.0)
     assert found["samples_per_s"] == pytest.approx(12 / 7)
@@ -105,7 +105,7 @@ def test_the_warm_up_counts_for_nothing(tmp_path):
 
 @pytest.mark.usefixtures("no_store")
 def test_a_run_that_is_all_warm_up_is_refused(tmp_path):
-    run = write_run(tmp_path / "run", 1.0, [1.0, 1.0, 1.0], [(100.0, 101.0, 1.0)])
+    run = write_run(tmp_path / "run", 1.0, [1.0, 1.0, 1.0], [(100.0, 101.0)])
     with pytest.raises(MeasurementFailed, match="has 3 steps, of which 2 warm up"):
         overlap.figures_of(run, num_warmup=2)
 

@@ -63,8 +63,8 @@ def test_rates_count_from_the_first_step_to_the_last(tmp_path):
     rows = [row(number, 0.5, 100.0 + 2 * number, **{"lag/token_mean": float(number)}) for number in range(6)]
     rows.insert(3, {**row(99, 0.0, 105.0), "skipped": True})
     spans = [
-        ("actor-0", 90.0, 110.0, {"busy_s": 20.0, "num_tokens": 60}),
-        ("actor-1", 100.0, 110.0, {"busy_s": 5.0, "num_tokens": 40}),
+        ("actor-0", 90.0, 110.0, {"num_tokens": 60}),
+        ("actor-1", 100.0, 105.0, {"num_tokens": 40}),
     ]
     found = tuning.figures_of(write_run(tmp_path / "run", rows, spans))
     assert found["seconds"] == pytest.approx(10.0)

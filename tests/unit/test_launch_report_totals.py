@@ -42,7 +42,7 @@ def command(path, clock, steps, *, is_killed: bool = False) -> None:
         actor = report("actor-0", num_tokens=100 * (number + 1), busy=busy)
         timeline.take_in(PollResult(actors=[actor]), [row(step, at_s)])
     if is_killed:
-        for span in timeline._open.values():
+        for span in timeline._generating.values():
             timeline._write(span)
         timeline._file.close()
         return
