@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
@@ -200,12 +201,10 @@ def _queue(run: RunData, chart: Chart) -> Figure:
 
 
 def _lags(run: RunData, chart: Chart) -> Figure:
-    if run.buffer is None or not run.buffer.lags:
-        return Figure(chart)
-    lags, whole = run.buffer.lags, run.buffer.lags.total()
-    labels = [str(lag) for lag in range(1 + max(lags))]
-    note = f"{run.buffer.num_lag_samples:,} trajectories, evenly spread over what the buffer still holds."
-    return bars(chart, labels, {"tokens": [lags[lag] / whole for lag in range(len(labels))]}, note)
+    lags = sum((Counter(of_pool) for of_pool in run.status.lags.values()), Counter()) if run.status else Counter[int]()
+    labels = [str(lag) for lag in range(1 + max(lags, default=-1))]
+    tokens = {"tokens": [lags[lag] / lags.total() for lag in range(len(labels))]}
+    return bars(chart, labels, tokens, "Of all tokens that the last command of the run trained." if labels else "")
 
 
 def _lengths(run: RunData, chart: Chart) -> Figure:

@@ -50,11 +50,6 @@ class Series:
         self._x.append(x)
         self._y.append(y)
 
-    def go_back(self, x: float) -> None:
-        while self._x and self._x[-1] >= x:
-            self._x.pop()
-            self._y.pop()
-
     def __iter__(self) -> Iterator[Point]:
         return zip(self._x, self._y, strict=True)
 
@@ -98,12 +93,8 @@ class Metrics:
     num_steps: int = 0
 
     def take_in(self, row: Mapping[str, Any]) -> None:
-        """One row of a step; a step that is taken again counts as it was taken last."""
-        step = row["step"]
-        if step <= self.num_steps:
-            for series in self.series.values():
-                series.go_back(step)
-        self.num_steps = step
+        """Add the row of a step."""
+        self.num_steps = step = row["step"]
         for name, value in row.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if is_number:

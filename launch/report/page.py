@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -21,7 +20,6 @@ from launch.observe.metrics import METRICS, POOL_PREFIX
 from launch.observe.view import commonest
 from launch.report.charts import DASH, Figure, figures, pools_of, short
 from launch.report.data import TIMES, RunData
-from launch.report.timeline import ActorSums
 from launch.text import duration, printable, share_of
 
 QUESTIONS = {
@@ -32,8 +30,6 @@ QUESTIONS = {
 }
 MAX_REASONS, MAX_REASON = 40, 300
 """Reasons why samples failed on the page, and characters of each."""
-WARM_UP = 3
-"""Steps that are not compared with a plan."""
 OUTSIDE = ("duplicates", "late", "fenced", "quarantined_outside")
 LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 10
 """Thresholds of the answers: share of the learner's time, effective share of a batch, and steps."""
@@ -58,8 +54,9 @@ def render(run: RunData) -> str:
         drawn=drawn,
         parts=[Question.of(run, name, charts) for name in QUESTIONS],
         seconds=_seconds(run),
-        pool_columns=POOL_COLUMNS,
+        pool_columns=["actors", "precision", *POOL_COLUMNS.values()],
         pools=pool_rows(run),
+        actors=actor_rows(run),
         ledger=ledger_rows(run),
         reasons=reasons(run),
         plan=plan_rows(run),
@@ -145,17 +142,15 @@ def _health(run: RunData) -> str:
 
 
 def _waiting(run: RunData) -> str:
-    waiting, timeline = _waiting_share(run), run.timeline
-    busy = timeline.share("busy_s") if timeline is not None else None
-    if waiting is None:
+    learner, actors = _waiting_share(run), _policy_share(run) or 0.0
+    if learner is None:
         return "Not known yet: no step was taken."
-    actors = f", and the actors generate {_percent(busy)} of the training time" if busy is not None else ""
-    if waiting > LONG_WAIT:
-        return f"The learner waits for batches {_percent(waiting)} of its time{actors}: add actors."
-    if busy is not None and busy < 1 - LONG_WAIT:
-        waits = f"and the learner waits {_percent(waiting)} of its time"
-        return f"The actors wait: they generate {_percent(busy)} of the training time, {waits}."
-    return f"Neither side waits long: the learner waits {_percent(waiting)} of its time{actors}."
+    shares = (
+        f"the learner waits {_percent(learner)} of the time for batches, and an actor {_percent(actors)} for weights."
+    )
+    longest = max(learner, actors)
+    said = "Neither side waits long" if longest < LONG_WAIT else "The learner" if learner == longest else "The actors"
+    return f"{said}: {shares}"
 
 
 def _lag_hurts(run: RunData) -> str:
@@ -199,9 +194,8 @@ class Tile(NamedTuple):
 
 def tiles(run: RunData) -> list[Tile]:
     """Return the headline figures; a dash stands for one that is not known."""
-    metrics, timeline, status = run.metrics, run.timeline, run.status
+    metrics, status = run.metrics, run.status
     generated, trained = (metrics.mean(f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
-    busy, pauses = (timeline.share("busy_s"), timeline.share("pause_s")) if timeline is not None else (None, None)
     took = f" in {duration(status.wall_s)}" if status is not None and status.wall_s else ""
     end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
     tone = {"finished": "good", "failed": "bad"}.get(run.ended, "")
@@ -214,7 +208,7 @@ def tiles(run: RunData) -> list[Tile]:
         Tile("waiting", "Tokens per second", _number(generated), f"generated; {_number(trained)} trained"),
         Tile("waiting", "Overlap", _percent(status.overlap_frac if status else None), "of step time, actors generated"),
         Tile("waiting", "Learner waits", _percent(_waiting_share(run)), "of its time, for a batch"),
-        Tile("waiting", "Actors generate", _percent(busy), f"of the training time; {_percent(pauses)} paused"),
+        Tile("waiting", "Actors wait", _percent(_policy_share(run)), "of the learner's time, for weights"),
         Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),
     ]
     if status is not None and status.step:
@@ -255,9 +249,16 @@ def _reward(run: RunData) -> Tile:
 
 
 def _waiting_share(run: RunData) -> float | None:
+    """Return the share of its time that the learner waits for batches."""
     seconds = run.metrics.seconds
     total = sum(seconds.values())
     return seconds["wait_for_batch"] / total if total else None
+
+
+def _policy_share(run: RunData) -> float | None:
+    """Return the share of the learner's time that an actor waits for weights, mean over the actors."""
+    total = sum(run.metrics.seconds.values())
+    return run.metrics.total("time/wait_for_policy") / total if total else None
 
 
 def _seconds(run: RunData) -> list[tuple[str, float]]:
@@ -267,59 +268,43 @@ def _seconds(run: RunData) -> list[tuple[str, float]]:
     return [(TIMES[name], 100 * each / total) for name, each in seconds.items() if each > 0]
 
 
-POOL_COLUMNS = (
-    ("actors", ""),
-    ("precision", ""),
-    ("samples", ""),
-    ("tokens", ""),
-    ("tokens/s", ""),
-    ("generating", "%"),
-    ("updates", ""),
-    ("pause", "ms, mean"),
-    ("lag", "mean"),
-    ("mismatch", "lag 0"),
-)
+POOL_COLUMNS = {
+    "tokens_per_s": "tokens/s",
+    "slots_used": "slots used",
+    "step_ms": "ms a token",
+    "queued_ms": "ms queued",
+    "kv_usage": "cache",
+    "preempted": "preempted",
+    "tokens_lost": "tokens lost",
+    "lag_mean": "lag",
+    "mismatch_lag0_abs": "mismatch",
+}
+"""Metrics of a pool -> their columns in the table."""
 
 
-class PoolRow(NamedTuple):
-    """A row of the table of pools: a pool, or one of its actors."""
-
-    name: str
-    is_pool: bool
-    cells: Sequence[str]
-
-
-def pool_rows(run: RunData) -> list[PoolRow]:
-    """Return every pool of actors, and its actors below it."""
-    if run.timeline is None or not run.timeline.actors:
-        return []
-    by_pool: dict[str, dict[str, ActorSums]] = {}
-    for name, actor in run.timeline.actors.items():
-        by_pool.setdefault(actor.pool or "actors", {})[name] = actor
-    length_s, rows = run.timeline.training_s, []
-    for pool in sorted({*by_pool, *pools_of(run.metrics)}):
-        actors = by_pool.get(pool, {})
-        means = [run.metrics.mean(f"{POOL_PREFIX}{pool}/{what}") for what in ("lag_mean", "mismatch_lag0_abs")]
+def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
+    """Return the means of every pool over the steps; of what counts up, the last value."""
+    rows = []
+    for pool in pools_of(run.metrics):
+        actors = run.metrics.of(f"{POOL_PREFIX}{pool}/actors")
         dtype = run.knob(f"pools.{pool}.dtype") or run.knob("actors.dtype") or DASH
-        facts = _facts(list(actors.values()), length_s)
-        rows.append(PoolRow(pool, True, [str(len(actors)), dtype, *facts, *map(_number, means)]))
-        rows += [PoolRow(name, False, ["", "", *_facts([actor], length_s), "", ""]) for name, actor in actors.items()]
+        cells = [short(actors[-1][1]) if actors else DASH, dtype]
+        for what in POOL_COLUMNS:
+            name = f"{POOL_PREFIX}{pool}/{what}"
+            points = run.metrics.of(name)
+            is_count = what in ("preempted", "tokens_lost")
+            cells.append(_number(points[-1][1] if is_count and points else run.metrics.mean(name)))
+        rows.append((pool, cells))
     return rows
 
 
-def _facts(actors: Sequence[ActorSums], length_s: float) -> list[str]:
-    tokens, updates = sum(a.num_tokens for a in actors), sum(a.num_updates for a in actors)
-    busy_s, pause_s = sum(a.busy_s for a in actors), sum(a.pause_s for a in actors)
-    in_training = sum(a.tokens_in_training for a in actors)
-    share = min(1.0, busy_s / length_s / len(actors)) if length_s > 0 and actors else None
+def actor_rows(run: RunData) -> list[tuple[str, list[str]]]:
+    """Return what the status knows of every actor."""
     return [
-        f"{sum(a.num_samples for a in actors):,}",
-        f"{tokens:,}",
-        f"{in_training / length_s:,.0f}" if length_s > 0 else DASH,
-        f"{100 * share:.0f}" if share is not None else DASH,
-        f"{updates:,}",
-        f"{1000 * pause_s / updates:.0f}" if updates else DASH,
-    ]
+        (each.name, [each.pool, printable(each.state, 80), each.version or DASH, f"{each.acknowledged:,}",
+                     f"{each.restarts}", _number(each.mismatch_lag0_abs)])
+        for each in (run.status.actors if run.status is not None else ())
+    ]  # fmt: skip
 
 
 PREDICTED = {
@@ -347,32 +332,19 @@ def plan_rows(run: RunData) -> list[tuple[str, str, str, str]]:
 
 
 def measured(run: RunData) -> dict[str, float]:
-    """Return the figures of a plan as the run had them after its first steps."""
-    series = run.metrics.series
-    samples, started, finished, restarts = (
-        dict(series.get(name, ())) for name in ("batch/trajectories", "started_s", "finished_s", "restarts")
-    )
-    steps = [step for step in sorted(finished) if step > WARM_UP and step in started and step in samples]
-    found: dict[str, float] = {}
-    # the time between two commands, or before a restarted learner goes on, is not the pace of steps
-    pairs = [(one, two) for one, two in pairwise(steps) if restarts.get(one) == restarts.get(two)]
-    seconds = sum(finished[two] - finished[one] for one, two in pairs)
-    if seconds > 0:
-        # a row stands for the steps that tracking.log_every left out before it
-        found["samples_per_s"] = sum(samples[two] * (two - one) for one, two in pairs) / seconds
-        found["learner_busy"] = sum((finished[two] - started[two]) * (two - one) for one, two in pairs) / seconds
-        found["step_s"] = fmean(finished[two] - started[two] for _, two in pairs)
-    pools = pools_of(run.metrics)
+    """Return the figures of a plan as the run had them, mean over its steps."""
+    mean = run.metrics.mean
+    step_s, wait_s, samples = (mean(name) for name in ("time/step", "time/wait_for_batch", "batch/trajectories"))
+    found = {"step_s": step_s, "lag_mean": mean("buffer/age_at_use")}
+    if step_s and wait_s is not None and samples is not None:
+        found |= {"samples_per_s": samples / (step_s + wait_s), "learner_busy": step_s / (step_s + wait_s)}
+    pools = [f"{POOL_PREFIX}{pool}" for pool in pools_of(run.metrics)]
     for what, key, factor in (("step_ms", "token_s", 1e-3), ("slots_used", "slots_used", 1.0)):
-        means = [mean for pool in pools if (mean := run.metrics.mean(f"{POOL_PREFIX}{pool}/{what}")) is not None]
-        if means:
-            found[key] = factor * fmean(means)
-    if (age := run.metrics.mean("buffer/age_at_use")) is not None:
-        found["lag_mean"] = age
-    ledger = run.ledger or {}
-    if ledger.get("committed"):
-        found["drop_share"] = ledger.get("dropped_stale", 0) / ledger["committed"]
-    return found
+        means = [each for pool in pools if (each := mean(f"{pool}/{what}")) is not None]
+        found[key] = factor * fmean(means) if means else None
+    if committed := (run.ledger or {}).get("committed"):
+        found["drop_share"] = (run.ledger or {}).get("dropped_stale", 0) / committed
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def ledger_rows(run: RunData) -> list[tuple[str, str, str]]:

@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
 from buffer.length_model import bounds_of
-from common.staleness import PolicyVersion, effective_version
+from common.staleness import PolicyVersion
 from launch.text import TextOf, printable
 
 if TYPE_CHECKING:
-    from buffer.offline.inspect import GroupView, Inspection, Sample
+    from buffer.offline.inspect import GroupView, Inspection
 
 MAX_TEXT = 4000
 """Characters of a prompt or a completion on the page."""
-NUM_GROUPS_READ = 240
-"""Groups, evenly spread over the buffer, that the distribution of lags is made from."""
-MAX_LAG_SHOWN = 64
 KINDS = ("best reward", "worst reward", "longest", "most off-policy", "shortest")
 
 
-class SampleKey(NamedTuple):
-    """A sample within the buffer."""
-
-    group_id: int
-    sample: int
-
-
-@dataclass(frozen=True)
-class ShownSample:
+class ShownSample(NamedTuple):
     """One sample, for people."""
 
     kind: str
@@ -51,18 +38,16 @@ class ShownSample:
     prompt: str | None
     """None if the run has no tokenizer."""
     completion: str | None
+    versions: Sequence[str]
+    """Policy versions that sampled it, in order."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.row["logprobs"])
 
-    @property
-    def mean_logprob(self) -> float | None:
-        return fmean(self.row["logprobs"]) if self.row["logprobs"] else None
 
-    @property
-    def versions(self) -> list[str]:
-        return list(dict.fromkeys(str(PolicyVersion(s["incarnation"], s["version"])) for s in self.row["spans"]))
+SampleKey = tuple[int, int]
+"""Group and sample within the buffer."""
 
 
 @dataclass
@@ -78,9 +63,6 @@ class BufferData:
     trained: list[float] = field(default_factory=list)
     ks: float = 0.0
     """Kolmogorov-Smirnov distance of the two."""
-    lags: Counter[int] = field(default_factory=Counter)
-    """Trained tokens of each lag, in `num_lag_samples` samples."""
-    num_lag_samples: int = 0
     trajectories: list[ShownSample] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
@@ -105,19 +87,12 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
             ks=state.length_fidelity.ks,
         )
         best: dict[str, list[tuple[tuple[float, ...], SampleKey]]] = {kind: [] for kind in KINDS}
-        trained_groups = []
         for group in inspection.groups():
             data.num_looked_at += 1
-            if group.row.trained_at and "trained" in group.row.sample_states:
-                trained_groups.append(group.row.group_id)
             for kind, value, key in _candidates(group):
                 (heapq.heappush if len(best[kind]) < len(KINDS) else heapq.heappushpop)(best[kind], (value, key))
             if clock() > deadline:
                 break
-        for group_id in trained_groups[:: max(1, len(trained_groups) // NUM_GROUPS_READ)]:
-            if clock() > deadline + limit_s / 2:
-                break
-            _count_lags(inspection, group_id, data)
         decode = TextOf(inspection.folder)
         for key, kind in _chosen(best).items():
             data.trajectories += _shown(inspection, key, kind, decode)
@@ -135,7 +110,7 @@ def _candidates(group: GroupView) -> Iterator[tuple[str, tuple[float, ...], Samp
     """Yield for each sample the kinds that it may be the best of, with the value that it is compared by."""
     row, lag = group.row, _lag_of(group)
     for index, (reward, length) in enumerate(zip(row.rewards, row.completion_lengths, strict=True)):
-        key = SampleKey(row.group_id, index)
+        key = row.group_id, index
         if not length or row.records[index] < 0:
             continue
         if reward is not None:
@@ -162,44 +137,26 @@ def _lag_of(group: GroupView) -> int | None:
     return uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
 
 
-def _samples_of(inspection: Inspection, group_id: int) -> Iterator[tuple[GroupView, Sample, dict[str, Any]]]:
-    """Yield the samples of a group with their rows; none if it was evicted since, or is damaged."""
+def _shown(inspection: Inspection, key: SampleKey, kind: str, decode: TextOf) -> Iterator[ShownSample]:
+    """Yield the sample; nothing if its group was evicted since, or is damaged."""
     from buffer.offline.inspect import joined
 
     try:
-        group = inspection.group(group_id)
+        group = inspection.group(key[0])
     except BufferError as error:
         inspection.damaged.append(str(error))
         return
-    if group is not None and group.samples:
-        rows = joined(group.samples).to_pylist()
-        for sample, row in zip(group.samples, rows, strict=True):
-            yield group, sample, row
-
-
-def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None:
-    for group, sample, row in _samples_of(inspection, group_id):
-        uses = group.row.trained_at
-        if not uses or group.row.sample_states[sample.sample_index] != "trained":
+    if group is None or not group.samples:
+        return
+    for sample, row in zip(group.samples, joined(group.samples).to_pylist(), strict=True):
+        if sample.sample_index != key[1]:
             continue
-        resumed = inspection.state().resumed_at
-        starts = {number: version for number, version in resumed.items() if number <= uses[-1].incarnation}
-        data.num_lag_samples += 1
-        for span in row["spans"]:
-            sampled = effective_version(PolicyVersion(span["incarnation"], span["version"]), starts)
-            data.lags[min(MAX_LAG_SHOWN, max(0, uses[-1].version - sampled))] += span["end"] - span["start"]
-
-
-def _shown(inspection: Inspection, key: SampleKey, kind: str, decode: TextOf) -> Iterator[ShownSample]:
-    for group, sample, row in _samples_of(inspection, key.group_id):
-        if sample.sample_index != key.sample:
-            continue
-        state = group.row.sample_states[key.sample]
+        state = group.row.sample_states[key[1]]
         is_trained = state == "trained" and bool(group.row.trained_at)
         yield ShownSample(
             kind=kind,
-            group_id=key.group_id,
-            sample_index=key.sample,
+            group_id=key[0],
+            sample_index=key[1],
             record_id=sample.record_id,
             row=row,
             state=state,
@@ -207,6 +164,9 @@ def _shown(inspection: Inspection, key: SampleKey, kind: str, decode: TextOf) ->
             step=group.row.trained_at[-1].step if is_trained else None,
             prompt=_text(decode.text(row["token_ids"][: row["prompt_length"]])),
             completion=_text(decode.text(row["token_ids"][row["prompt_length"] :])),
+            versions=list(
+                dict.fromkeys(str(PolicyVersion(each["incarnation"], each["version"])) for each in row["spans"])
+            ),
         )
 
 

@@ -1,17 +1,14 @@
-"""The trace of a run as lanes: the whole run in bins, and a few steps span by span; and what each actor did in all."""
+"""The trace of a run as lanes: the whole run in bins, and a few steps span by span."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from launch.observe.totals import Interval, shared, total
+from launch.observe.totals import Interval
 from launch.observe.trace import Event, read
 
 NUM_BINS, LEVELS = 400, 8
@@ -19,21 +16,6 @@ NUM_BINS, LEVELS = 400, 8
 STEPS_SHOWN, MAX_SPANS, MAX_LANES = 10, 1500, 16
 KINDS = {"phase": 0, "state": 1, "wait_for_batch": 1, "step": 1, "evaluate": 1, "generate": 1, "update": 1}
 """Kinds of spans in the order in which they are drawn; 0 is drawn in the overview alone."""
-
-
-@dataclass
-class ActorSums:
-    """Sums over the spans of one actor."""
-
-    pool: str = ""
-    num_samples: int = 0
-    num_tokens: int = 0
-    num_updates: int = 0
-    busy_s: float = 0.0
-    """Of the training time: in which it generated."""
-    pause_s: float = 0.0
-    """Of the training time: in which it paused for weights."""
-    tokens_in_training: float = 0.0
 
 
 class Timeline:
@@ -59,40 +41,11 @@ class Timeline:
     def of(self, who: str, kind: str) -> list[Event]:
         return self.spans.get((who, kind), [])
 
-    @cached_property
-    def actors(self) -> dict[str, ActorSums]:
-        """By name, in order of their numbers."""
-        names = {who for who, kind in self.spans if kind in ("generate", "update")}
-        return {name: self._sums(name) for name in sorted(names, key=lambda name: (len(name), name))}
-
     @property
     def lanes(self) -> list[str]:
         """Roles that have a lane."""
-        actors = list(self.actors)[:MAX_LANES]
-        return ["learner", *actors, *(["evaluation"] if self.of("evaluation", "evaluate") else [])]
-
-    @cached_property
-    def training(self) -> list[Interval]:
-        """When the run trained: the phase of that name of each command, else its first to its last step."""
-        phases = self.of("launch", "phase")
-        starts = [phase.start_s for phase in phases if phase.name.startswith("starting")]  # the first of every command
-        trained = []
-        for start_s, end_s in itertools.pairwise([-math.inf, *starts, math.inf]):
-            spans = [each for each in phases if each.name == "training" and start_s <= each.start_s < end_s]
-            spans = spans or [each for each in self.of("learner", "step") if start_s <= each.start_s < end_s]
-            if spans:
-                trained.append((spans[0].start_s, spans[-1].end_s))
-        return trained
-
-    @cached_property
-    def training_s(self) -> float:
-        return total(self.training)
-
-    def share(self, what: Literal["busy_s", "pause_s"]) -> float | None:
-        """Return the mean share of the training time in which an actor generated, or paused for weights."""
-        if not self.actors or self.training_s <= 0:
-            return None
-        return min(1.0, statistics.fmean(getattr(actor, what) for actor in self.actors.values()) / self.training_s)
+        actors = sorted({who for who, _ in self.spans if who.startswith("actor-")}, key=lambda name: (len(name), name))
+        return ["learner", *actors[:MAX_LANES], *(["evaluation"] if self.of("evaluation", "evaluate") else [])]
 
     @property
     def window(self) -> Interval:
@@ -103,23 +56,6 @@ class Timeline:
         first = max(0, (len(steps) - STEPS_SHOWN) // 2)
         last = min(len(steps) - 1, first + STEPS_SHOWN)
         return steps[first], steps[last] if last > first + 1 else self.of("learner", "step")[-1].end_s
-
-    def _sums(self, name: str) -> ActorSums:
-        sums = ActorSums()
-        for span in (*self.of(name, "generate"), *self.of(name, "update")):
-            length_s = span.end_s - span.start_s
-            inside = shared([(span.start_s, span.end_s)], self.training) / length_s if length_s > 0 else 0.0
-            sums.pool = span.args.get("pool", sums.pool)
-            if span.cat == "update":
-                sums.num_updates += 1
-                sums.pause_s += inside * span.args.get("busy_s", length_s)
-            else:
-                tokens = int(span.args.get("num_tokens", 0))
-                sums.num_samples += int(span.args.get("num_samples", 0))
-                sums.num_tokens += tokens
-                sums.tokens_in_training += inside * tokens
-                sums.busy_s += inside * length_s
-        return sums
 
 
 def read_timeline(path: Path) -> Timeline | None:

@@ -58,7 +58,7 @@ def row(step: int, at_s: float, **changes) -> dict:
     """Of metrics.jsonl: a step of 0.6 s after 0.4 s of waiting."""
     values = {"step": step, "version": step, "restarts": 0, "skipped": False, "started_s": at_s + 0.4}
     values |= {"finished_s": at_s + 1.0, "time/wait_for_batch": 0.4, "time/step": 0.6, "time/forward": 0.2}
-    values |= {"time/backward": 0.3, "time/weight_pause": 0.1}
+    values |= {"time/backward": 0.3, "time/weight_pause": 0.1, "time/wait_for_policy": 0.05}
     values |= {"batch/completion_tokens": 1000, "batch/trajectories": 16}
     values |= {"reward/mean": step / 50, "loss": 2 - step / 50, "grad_norm": 3.0, "length/trained_mean": 4.0}
     values |= {"lag/token_mean": 1.5, "lag/token_max": 3.0, "mismatch/lag0_abs": 1e-6, "mismatch/k3": 1e-3}
@@ -110,6 +110,7 @@ def write_end(run: RunFolder, num_steps: int) -> None:
         "lag_mean": 1.5,
         "lag_max": 3,
         "trained_tokens": 1000 * num_steps,
+        "lags": {"actors": {0: 100, 1: 300, 3: 100}},
     }
     ended = Ended(at_s=START_S + 60, text="done", exit_status=0)
     write_status(run.status, RunStatus(**facts, **figures, wall_s=60.0, overlap_frac=0.7, buffer=buffer, ended=ended))
