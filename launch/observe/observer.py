@@ -65,7 +65,7 @@ class Observer:
         started_s: float | None = None,
         look: Callable[[], Sequence[ProcessStatus]] = tuple,
         on_quiet: Callable[[RunStatus], None] = lambda status: None,
-        on_news: Callable[[RunStatus, Mapping[str, Any]], None] = lambda status, row: None,
+        on_news: Callable[[RunStatus], None] = lambda status: None,
         wall: Callable[[], float] = wall_time,
         clock: Callable[[], float] = time.monotonic,
         quiet_s: float = QUIET_S,
@@ -74,7 +74,7 @@ class Observer:
 
         `started_s` is by `clock`, as if one command had done all the work on the run. `look` says how the processes
         are now, and waits for none of them. `on_quiet` is shown what is known while no poll comes, from a thread of
-        the observer; `on_news` is shown every status that is written, with the metrics of the newest step.
+        the observer; `on_news` is shown every status that is written.
         """
         config = plan.config
         self._path, self._config = plan.folder.status, config
@@ -93,7 +93,7 @@ class Observer:
         )
         self.totals, self.actor_totals = StepTotals(), ActorTotals()
         self._overlap, self._trained = OverlapMeter(), Rate()
-        self._first_row, self._last_row = dict[str, Any](), dict[str, Any]()
+        self._first_row = dict[str, Any]()
         self._reports: dict[str, ActorReport] = {}
         """The last of each actor that works."""
         self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
@@ -260,7 +260,7 @@ class Observer:
             row["restarts"] = int(row.get("restarts", 0)) + self._restarts_before
             row |= self._actor_row() | self._pool_rows(lags, lag0_by_actor)
             self._first_row = self._first_row or row
-            self._last_row = row
+            self.status.row = row
             yield row
 
     def _count(self, row: Mapping[str, Any], lags: Lags) -> int:
@@ -316,17 +316,13 @@ class Observer:
 
     def _describe(self) -> None:
         """Make the parts of the status that change without a step."""
-        status, row, known = self.status, self._last_row, self._known
-        step_s, wait_s, ahead_s = (row.get(f"time/{name}") for name in ("step", "wait_for_batch", "scored_ahead"))
-        status.reward, status.loss, status.overlap_frac = map(row.get, ("reward/mean", "loss", "overlap/frac"))
+        status, known = self.status, self._known
         status.lag_mean, status.lags = self.totals.lag_mean, self.totals.lags
         status.trained_tokens, status.steps_redone = self.totals.num_tokens, self.totals.num_redone
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
         status.learner = LearnerStatus(
             tokens_per_s=self._trained.value(self._wall()),
-            busy_frac=(step_s + (ahead_s or 0.0)) / (step_s + (wait_s or 0.0)) if step_s else None,
-            step_s=step_s,
             waits_for=known.learner_waits_for,
             publishing=known.publishing or "",
             restarts=self._num_restarts,
@@ -434,7 +430,7 @@ class Observer:
             write_status(self._path, status)
         except OSError as error:  # views from outside are blind then; training continues
             self._complain(f"{self._path} cannot be written", error)
-        self._on_news(status, self._last_row)
+        self._on_news(status)
         return status
 
     def _complain(self, what: str, error: Exception) -> None:

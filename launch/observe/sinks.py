@@ -245,7 +245,7 @@ OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
 OF_RUN: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
     "leeway_polled_timestamp_seconds": ("When the roles were last asked for news.", lambda run: run.polled_s),
     "leeway_learner_waiting": ("1 where the learner waits for a batch.", lambda run: bool(run.learner.waits_for)),
-    "leeway_learner_busy_frac": ("Share of its last step in which it computed.", lambda run: run.learner.busy_frac),
+    "leeway_learner_busy_frac": ("Share of its last step in which it computed.", lambda run: run.learner_busy_frac),
     "leeway_waiting": ("How many sentences there are of who waits for whom.", lambda run: len(run.waits)),
     "leeway_tripped": ("How many tripwires stand.", lambda run: len(run.tripped)),
     "leeway_buffer_ready_groups": (
@@ -264,7 +264,7 @@ class Exporter(Collector):
         Raises:
             ConfigError: it is in use, or not ours to bind.
         """
-        self._shown: tuple[RunStatus, Mapping[str, Any]] | None = None
+        self._shown: RunStatus | None = None
         self._server: Any = None
         if config.prometheus_port is None:
             return
@@ -278,21 +278,23 @@ class Exporter(Collector):
                 f"{error.strerror or error}; choose another, or leave it out"
             ) from None
 
-    def show(self, status: RunStatus, row: Mapping[str, Any]) -> None:
-        """From now on serve this, with the metrics of the newest step; empty before the first."""
-        self._shown = status, row
+    def show(self, status: RunStatus) -> None:
+        """Serve this status from now on."""
+        self._shown = status
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """What is served; called for every request, by its thread."""
-        if self._shown is None:
+        status = self._shown
+        if status is None:
             return
-        status, row = self._shown
         facts = (status.run, status.run_id, status.phase)
         meaning = "1; its labels say which run this is."
         yield _labelled("leeway_run", meaning, ("run", "run_id", "phase"), [(facts, 1.0)])
         # a row has the ledger of its draw; this is that of now
         ledger = status.buffer.ledger if status.buffer is not None else {}
-        yield from _of_row({**row, **{name: ledger[key] for name, key in LEDGER_METRICS.items() if key in ledger}})
+        yield from _of_row(
+            {**status.row, **{name: ledger[key] for name, key in LEDGER_METRICS.items() if key in ledger}}
+        )
         for name, (meaning, of_run) in OF_RUN.items():
             if (value := of_run(status)) is not None:
                 yield GaugeMetricFamily(name, meaning, value=value)

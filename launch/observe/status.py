@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actors.report import ActorReport
     from buffer.protocol import Status
 
-FORMAT = 1
+FORMAT = 2
 NUM_EVENTS = 20
 """Of the newest events in the file; events.jsonl has all of them."""
 STALE_S = 60.0
@@ -109,9 +109,6 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All stages together."""
 
     tokens_per_s: float = 0.0
-    busy_frac: float | None = None
-    """Share of the last step, and of the wait for its batch, in which it computed."""
-    step_s: float | None = None
     waits_for: str = ""
     publishing: str = ""
     """What keeps published weights from being on disk; empty where nothing does."""
@@ -224,14 +221,13 @@ class RunStatus(msgspec.Struct, kw_only=True):
     version: int = 0
     published: str | None = None
     """Newest published version, as that of an actor."""
-    reward: float | None = None
-    loss: float | None = None
+    row: dict[str, Any] = {}
+    """The metrics of the newest step, as metrics.jsonl has them; every view reads them here."""
     lag_mean: float | None = None
     lag_max: int = 0
     max_lag: int | str
     mismatch_lag0_abs: float | None = None
     """Of the newest step that had tokens of lag 0."""
-    overlap_frac: float | None = None
     generated_tokens_per_s: float = 0.0
     ledger_gap: int = 0
     """The largest so far: 0, or a bug."""
@@ -249,6 +245,12 @@ class RunStatus(msgspec.Struct, kw_only=True):
     tripped: list[str] = []
     events: list[RunEvent] = []
     ended: Ended | None = None
+
+    @property
+    def learner_busy_frac(self) -> float | None:
+        """Share of the last step, and of the wait for its batch, in which the learner computed."""
+        step_s, wait_s, ahead_s = (self.row.get(f"time/{name}") for name in ("step", "wait_for_batch", "scored_ahead"))
+        return (step_s + (ahead_s or 0.0)) / (step_s + (wait_s or 0.0)) if step_s else None
 
 
 # --- what it is made from -----------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class PollResult:
 
 # --- the file -----------------------------------------------------------------------------------------
 
-_encoder = msgspec.json.Encoder()
+_encoder = msgspec.json.Encoder(enc_hook=float)  # a row may hold numbers of NumPy
 _decoder = msgspec.json.Decoder(RunStatus)
 
 

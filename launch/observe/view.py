@@ -40,7 +40,7 @@ def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
     figures = phase
     if status.step:
         figures = (
-            f"step {status.step}/{status.num_steps}  reward {number(status.reward)}  "
+            f"step {status.step}/{status.num_steps}  reward {number(status.row.get('reward/mean'))}  "
             f"lag {number(status.lag_mean)} (max {status.lag_max} of {status.max_lag})  "
             f"tokens/s generated {status.generated_tokens_per_s:.0f} trained {status.learner.tokens_per_s:.0f}"
         )
@@ -178,15 +178,15 @@ def _packed(parts: Iterable[str], width: int) -> list[Row]:
 
 
 def _figures(status: RunStatus) -> Iterator[str]:
-    yield f"reward {number(status.reward)}"
-    yield f"loss {number(status.loss)}"
+    yield f"reward {number(status.row.get('reward/mean'))}"
+    yield f"loss {number(status.row.get('loss'))}"
     yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}"
     yield f"mismatch {number(status.mismatch_lag0_abs)}"
     learner = status.learner
     yield f"tokens/s generated {status.generated_tokens_per_s:,.0f}"
     yield f"trained {learner.tokens_per_s:,.0f}"
-    if learner.busy_frac is not None and learner.step_s is not None:
-        yield f"learner busy {learner.busy_frac:.0%}, step {learner.step_s:.2f} s"
+    if (busy := status.learner_busy_frac) is not None:
+        yield f"learner busy {busy:.0%}, step {status.row['time/step']:.2f} s"
     if status.evaluations:
         first, last = (number(status.evaluations[place].greedy) for place in (0, -1))
         known = f"{first} -> {last}" if len(status.evaluations) > 1 else last

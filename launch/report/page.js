@@ -96,7 +96,7 @@
     };
     const size = () => ({ width: place.clientWidth, height: kind.height ?? 200 });
     const u = new uPlot({
-      ...size(), series: [{}, ...kind.series], scales: kind.scales, axes: kind.axes, legend: { show: false }, padding: [8, 14, 0, 0],
+      ...size(), series: [{}, ...kind.series], scales: kind.scales, axes: kind.axes, legend: { show: false }, padding: [8, 22, 0, 0],
       cursor: { y: false, dataIdx: (u, series, at) => (series && plot.kind === "lines" ? nearest(u, series, at) : at), points: { size: 6 } },
       hooks: { setCursor: [show], draw: kind.draw ? [kind.draw] : [] },
     }, kind.data, place);

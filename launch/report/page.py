@@ -194,7 +194,7 @@ class Tile(NamedTuple):
 
 def tiles(run: RunData) -> list[Tile]:
     """Return the headline figures; a dash stands for one that is not known."""
-    metrics, status = run.metrics, run.status
+    metrics, status, overlap = run.metrics, run.status, run.metrics.of("overlap/frac")
     generated, trained = (metrics.mean(f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
     took = f" in {duration(status.wall_s)}" if status is not None and status.wall_s else ""
     end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
@@ -206,7 +206,7 @@ def tiles(run: RunData) -> list[Tile]:
         Tile("health", "End", run.ended, end, tone),
         Tile("health", "Ledger gap", DASH, "no step"),
         Tile("waiting", "Tokens per second", _number(generated), f"generated; {_number(trained)} trained"),
-        Tile("waiting", "Overlap", _percent(status.overlap_frac if status else None), "of step time, actors generated"),
+        Tile("waiting", "Overlap", _percent(overlap[-1][1] if overlap else None), "of step time, actors generated"),
         Tile("waiting", "Learner waits", _percent(_waiting_share(run)), "of its time, for a batch"),
         Tile("waiting", "Actors wait", _percent(_policy_share(run)), "of the learner's time, for weights"),
         Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),

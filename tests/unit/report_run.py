@@ -113,7 +113,7 @@ def write_end(run: RunFolder, num_steps: int) -> None:
         "lags": {"actors": {0: 100, 1: 300, 3: 100}},
     }
     ended = Ended(at_s=START_S + 60, text="done", exit_status=0)
-    write_status(run.status, RunStatus(**facts, **figures, wall_s=60.0, overlap_frac=0.7, buffer=buffer, ended=ended))
+    write_status(run.status, RunStatus(**facts, **figures, wall_s=60.0, buffer=buffer, ended=ended))
 
 
 def write_events(run: RunFolder, num_steps: int) -> None:

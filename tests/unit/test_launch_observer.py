@@ -250,7 +250,7 @@ def test_what_fails_while_no_poll_comes_is_logged_once_and_the_file_is_written_o
         shown.append(snapshot)
         raise RuntimeError("no screen")
 
-    def on_news(snapshot, row):
+    def on_news(snapshot):
         if snapshot.phase == "training":
             raise RuntimeError("no exporter")
 

@@ -5,6 +5,7 @@ import socket
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -52,10 +53,10 @@ def scraped(port: int) -> dict[str, dict[tuple, float]]:
 
 
 def test_metrics_of_the_newest_step_pools_and_actors_are_served_under_names_of_the_registry(port):
-    snapshot = read_status(RECORDED)
+    snapshot = msgspec.structs.replace(read_status(RECORDED), row=ROW)
     with Exporter(TrackingConfig(prometheus_port=port)) as exporter:
         assert scraped(port) == {}
-        exporter.show(snapshot, ROW)
+        exporter.show(snapshot)
         found = scraped(port)
     assert found["leeway_run"] == {("training", snapshot.run, snapshot.run_id): 1.0}
     assert (found["leeway_step"][()], found["leeway_skipped"][()], found["leeway_lag_token_mean"][()]) == (20, 0, 2.5)
@@ -86,7 +87,7 @@ def test_a_port_in_use_ends_the_command_before_anything_starts(tmp_path, capsys)
 
 def test_without_a_port_nothing_listens_and_an_address_that_is_not_ours_is_an_error(port, monkeypatch):
     with Exporter(TrackingConfig()) as exporter:
-        exporter.show(read_status(RECORDED), ROW)
+        exporter.show(read_status(RECORDED))
     monkeypatch.setattr(sinks, "PROMETHEUS_HOST", "192.0.2.77")
     with pytest.raises(ConfigError, match=r"cannot be bound at 192\.0\.2\.77"):
         Exporter(TrackingConfig(prometheus_port=port))
