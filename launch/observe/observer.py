@@ -215,7 +215,6 @@ class Observer:
             "lag_max": status.lag_max,
             "max_lag": status.max_lag,
             "overlap_frac": self._overlap.fraction(),
-            "overlap_frac_by_actor": self._overlap.fraction_by_actor(),
             "ledger_gap": max(status.ledger_gap, abs(buffer.ledger["gap"])),
             "ledger": buffer.ledger,
             "fidelity_ks": buffer.fidelity.ks,
@@ -233,7 +232,7 @@ class Observer:
             self._reports = {name: report for name, report in self._reports.items() if name in news.working}
         for report in news.actors:
             self._reports[report.name] = report
-            self._overlap.add_busy(report.name, report.busy_intervals)
+            self._overlap.add_busy(report.busy_intervals)
             self._pauses_s += [update.pause_s for update in report.updates]
             self._policy_waits_s += since_s * report.waiting.startswith(POLICY)
         self._polled_s = now

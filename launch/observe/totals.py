@@ -5,7 +5,7 @@ rates, and overlap in time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -260,50 +260,27 @@ OPEN_STEPS = 64
 
 
 class OverlapMeter:
-    """Share of step time in which actors generated. Of settled steps it has sums: memory is that of a few steps."""
+    """Share of step time in which actors generated. Steps that are settled are sums: memory is that of a few steps."""
 
     def __init__(self) -> None:
         self._steps: list[Interval] = []
-        self._busy: dict[str, list[Interval]] = {}
-        """Of each actor, since the first of these steps began."""
-        self._settled_s = _Shared(0.0, 0.0, {})
+        self._busy: list[Interval] = []
+        self._settled_s = self._settled_busy_s = 0.0
 
     def add_step(self, start_s: float, end_s: float) -> None:
-        """The learner stepped from `start_s` to `end_s`, waiting for a batch not included."""
+        """Add a step of the learner, without the wait for its batch."""
         self._steps.append((start_s, end_s))
         if len(self._steps) > 2 * OPEN_STEPS:
-            self._settled_s = self._until_now(self._steps[:-OPEN_STEPS])
-            self._steps = self._steps[-OPEN_STEPS:]
-            begin_s = self._steps[0][0]
-            self._busy = {actor: [each for each in busy if each[1] > begin_s] for actor, busy in self._busy.items()}
+            settled, self._steps = self._steps[:-OPEN_STEPS], self._steps[-OPEN_STEPS:]
+            self._settled_s += total(settled)
+            self._settled_busy_s += shared(settled, self._busy)
+            self._busy = [each for each in self._busy if each[1] > self._steps[0][0]]
 
-    def add_busy(self, actor: str, intervals: Iterable[Interval]) -> None:
-        """The actor had at least one training request running in these intervals."""
-        self._busy[actor] = merge([*self._busy.get(actor, []), *intervals])
+    def add_busy(self, intervals: Iterable[Interval]) -> None:
+        """Add intervals in which an actor had at least one training request running."""
+        self._busy = merge([*self._busy, *intervals])
 
     def fraction(self) -> float | None:
-        """Share of step time in which at least one actor generated; None before the first step."""
-        seconds = self._until_now(self._steps)
-        return seconds.any_actor / seconds.steps if seconds.steps else None
-
-    def fraction_by_actor(self) -> dict[str, float | None]:
-        """Share of step time in which each actor generated."""
-        seconds = self._until_now(self._steps)
-        return {actor: each / seconds.steps if seconds.steps else None for actor, each in seconds.by_actor.items()}
-
-    def _until_now(self, steps: Sequence[Interval]) -> _Shared:
-        before = self._settled_s
-        everybody = [interval for busy in self._busy.values() for interval in busy]
-        return _Shared(
-            before.steps + total(steps),
-            before.any_actor + shared(steps, everybody),
-            {name: before.by_actor.get(name, 0.0) + shared(steps, self._busy[name]) for name in sorted(self._busy)},
-        )
-
-
-class _Shared(NamedTuple):
-    """Seconds of steps, and of these what actors generated in."""
-
-    steps: float
-    any_actor: float
-    by_actor: Mapping[str, float]
+        """Return the share of step time in which at least one actor generated; None before the first step."""
+        steps_s = self._settled_s + total(self._steps)
+        return (self._settled_busy_s + shared(self._steps, self._busy)) / steps_s if steps_s else None
