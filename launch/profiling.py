@@ -302,7 +302,7 @@ class _Run:
         delays, pauses = [], []
         for span in read(self.folder.timeline):
             if span.cat == "update":
-                version = int(str(span.args["version"]).rpartition(".")[2])  # an older Leeway wrote START.VERSION
+                version = int(span.args["version"])
                 pauses.append(float(span.args.get("busy_s", 0.0)))
                 if version in ended_s:
                     delays.append(max(0.0, span.start_s - ended_s[version]))

@@ -44,7 +44,7 @@ class History:
             ValueError: a line of the files is no JSON.
         """
         identity = folder.read_identity()
-        last_step = max(newest_rows(folder.metrics), default=0)
+        last_step = max(lines_by_step(folder.metrics), default=0)
         evaluated = (Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated")
         first = next(evaluated, None)
         before = first if first is not None and first.policy_version == 0 else None
@@ -79,9 +79,9 @@ def repair(folder: RunFolder) -> list[str]:
     return done
 
 
-def newest_rows(path: Path) -> dict[int, str]:
-    """Return the newest row of each step: an older Leeway wrote steps taken again, and evaluations, there too."""
-    return {row["step"]: f"{json.dumps(row)}\n" for row in _lines(path) if "loss" in row}
+def lines_by_step(path: Path) -> dict[int, str]:
+    """Return the row of each step as a line."""
+    return {row["step"]: f"{json.dumps(row)}\n" for row in _lines(path)}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

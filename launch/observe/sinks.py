@@ -26,7 +26,7 @@ from common.process import wall_time
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
 from launch.host import NO_WANDB_LOGIN
-from launch.observe.history import newest_rows
+from launch.observe.history import lines_by_step
 from launch.observe.metrics import METRICS, labelled
 from launch.observe.status import Accuracy, ActorStatus, RunStatus
 from launch.run_folder import RunFolder
@@ -66,7 +66,7 @@ class Tracker:
 
         `reports` are of the newest of these steps, as the checkpoint has them: those without a row get one.
         """
-        rows = newest_rows(self._folder.metrics)
+        rows = lines_by_step(self._folder.metrics)
         kept = [line for number, line in rows.items() if number <= step]
         write_durably(self._folder.metrics, "".join(kept).encode())
         self._metrics.close()
@@ -76,7 +76,7 @@ class Tracker:
         for report in reports:
             if last["step"] < report["step"] <= step:
                 self.step({"restarts": last["restarts"], **report}, report["step"])
-        return map(json.loads, newest_rows(self._folder.metrics).values())
+        return map(json.loads, lines_by_step(self._folder.metrics).values())
 
     def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
         """Write the row of an evaluation, at a step; Weights & Biases has it no earlier than what it knows."""

@@ -146,10 +146,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Accuracy:
-        """Read an event that has a `row`; an older Leeway wrote START.VERSION as text. What is not there is unknown."""
-        texts = [each.rpartition(".")[2] for each in str(event.get("eval/version", "")).split(",")]
-        newest = max((int(each) for each in texts if each.isdigit()), default=0)
-        version = PolicyVersion(int(event.get("eval/start", 0)), int(event.get("eval/policy_version", newest)))
+        """Return the accuracy of an event that has a `row`; what is missing is unknown."""
+        version = PolicyVersion(int(event.get("eval/start", 0)), int(event.get("eval/policy_version", 0)))
         return cls(
             versions=str(version),
             policy_version=version.version,

@@ -20,13 +20,13 @@ from launch.run_folder import RunFolder
 
 Point = tuple[float, float]
 FIRST_EVENTS, LAST_EVENTS = 60, 240
-"""That are shown of a run with more."""
+"""Events on the page of a run with more of them."""
 BUFFER_LIMIT_S = 12.0
-"""How long to look at a buffer, which may hold millions of groups."""
+"""Seconds for reading the buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT = 1200
 """Characters of an event on the page."""
 MAX_BUCKETS = 300
-"""Of one curve; each shows its least and its greatest value."""
+"""Buckets of a curve; each is drawn by its least and its greatest value."""
 TIMES = {
     "wait_for_batch": "waiting for a batch",
     "reference": "reference model",
@@ -37,7 +37,7 @@ TIMES = {
     "publish": "copying weights",
     "other": "other",
 }
-"""What a learner's time is spent on. Of a step "other" is what the metrics between do not name."""
+"""Metrics of a step -> what the learner's time is spent on; "other" is the rest of `time/step`."""
 
 
 class Series:
@@ -55,7 +55,7 @@ class Series:
 
     @property
     def points(self) -> list[Point]:
-        """At most 2 * MAX_BUCKETS, in order of x."""
+        """Up to 2 * MAX_BUCKETS points, in order of x."""
         return thinned(list(self))
 
     @property
@@ -64,7 +64,7 @@ class Series:
 
     @property
     def mean(self) -> float | None:
-        """Of all points; None where there is none."""
+        """Mean of all points; None without one."""
         return self.total / len(self._y) if self._y else None
 
     def ends(self, share: float = 0.1) -> tuple[Sequence[float], Sequence[float]]:
@@ -74,7 +74,7 @@ class Series:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The least and the greatest point of each of MAX_BUCKETS buckets of neighbours, so that every spike stays."""
+    """Return the least and the greatest point of each of MAX_BUCKETS buckets of neighbours, so that spikes stay."""
     width = max(1, math.ceil(len(points) / MAX_BUCKETS))
     if width <= 2:
         return list(points)
@@ -87,7 +87,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 @dataclass
 class Metrics:
-    """What metrics.jsonl says."""
+    """The rows of metrics.jsonl, by metric."""
 
     series: dict[str, Series] = field(default_factory=dict)
     num_steps: int = 0
@@ -101,16 +101,16 @@ class Metrics:
                 self.series.setdefault(name, Series()).add(step, value)
 
     def of(self, name: str) -> list[Point]:
-        """A curve; empty where the run has none."""
+        """Return a curve; empty if the run has no values of it."""
         return self.series[name].points if name in self.series else []
 
     def percent(self, name: str, whole: str) -> list[Point]:
-        """One metric as a share of another, in percent; empty where the run lacks one of them."""
+        """Return one metric as a share of another, in percent; empty if the run lacks one of them."""
         wholes = dict(self.series.get(whole, ()))
         return thinned([(x, 100 * y / wholes[x]) for x, y in self.series.get(name, ()) if wholes.get(x)])
 
     def mean(self, name: str) -> float | None:
-        """Over all steps; None where there is none."""
+        """Return the mean over all steps; None without a value."""
         return self.series[name].mean if name in self.series else None
 
     def total(self, name: str) -> float:
@@ -118,7 +118,7 @@ class Metrics:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What the learner's time was spent on, by `TIMES`."""
+        """Seconds of the learner, by `TIMES`."""
         seconds = {name: self.total(f"time/{name}") for name in TIMES}
         in_steps = math.fsum(seconds.values()) - seconds["wait_for_batch"]
         return {**seconds, "other": max(0.0, self.total("time/step") - in_steps)}
@@ -126,13 +126,13 @@ class Metrics:
 
 @dataclass
 class Events:
-    """What happened, in order; of a run with many the first and the last."""
+    """Events in their order; of a run with many the first and the last."""
 
     shown: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
     evaluations: list[Accuracy] = field(default_factory=list)
     failed: str = ""
-    """Why the run failed, where it said so."""
+    """Why the run failed; empty if it did not."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ class RunData:
 
     @property
     def exit_status(self) -> int | None:
-        """Of the command that worked on the run last; None while it lives, or where it was killed."""
+        """Exit status of the last command of the run; None while it lives, or if it was killed."""
         ended = self.seen.status.ended if self.seen is not None and not self.seen.resuming else None
         return ended.exit_status if ended is not None else None
 
@@ -175,12 +175,12 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step that was finished; metrics.jsonl may lack it, for tracking.log_every."""
+        """Number of the last step; metrics.jsonl may lack it because of tracking.log_every."""
         return max(self.metrics.num_steps, self.status.step if self.status is not None else 0)
 
     @property
     def ledger(self) -> Mapping[str, int] | None:
-        """As the command that ended left it, else of the buffer as it lies there; where that is not read, as told."""
+        """The final ledger of a command that ended, else that of the buffer, or of the status if that is unread."""
         told = self.status.buffer.ledger if self.status is not None and self.status.buffer is not None else None
         if self.buffer is None or (self.exit_status is not None and told is not None):
             return told
@@ -188,7 +188,7 @@ class RunData:
 
     @property
     def num_failed(self) -> int:
-        """Samples that were asked for and will not come."""
+        """Samples that failed."""
         if self.ledger is not None:
             return self.ledger.get("failed", 0)
         return int(max((y for _, y in self.metrics.of("buffer/failed")), default=0))
@@ -199,7 +199,7 @@ class RunData:
         return buffer.failed_by_reason if buffer is not None else {}
 
     def knob(self, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
-        """A value of the config; None where it is unset or unknown."""
+        """Return a value of the config; None if it is unset or unknown."""
         value: Any = self.config
         for key in dotted.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -210,9 +210,9 @@ class RunData:
 
 
 def collect(folder: RunFolder) -> RunData:
-    """Read what there is of a run, which may be live.
+    """Read the folder of a run, live or over.
 
-    Nothing that is missing, torn or damaged is an error: `missing` names it.
+    Parts that are missing, torn or damaged are no error: `missing` names them.
     """
     run = RunData(folder.name, folder.root)
     for read in (
@@ -247,7 +247,7 @@ _CONSEQUENCES = {
 
 
 def _json_lines(path: Path, run: RunData) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; of lines that cannot be read it is said how many there are."""
+    """Yield the objects of a file of JSON lines; lines that cannot be read are counted in `missing`."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     num_torn = 0
     with path.open("rb") as lines:

@@ -118,10 +118,10 @@ def write_end(run: RunFolder, num_steps: int) -> None:
 
 def write_events(run: RunFolder, num_steps: int) -> None:
     events = [
-        {"time_s": START_S + 9, "kind": "evaluated", "text": "at version 0", "eval/version": "0.0"}
+        {"time_s": START_S + 9, "kind": "evaluated", "text": "at version 0", "eval/policy_version": 0}
         | {"eval/accuracy_greedy": 0.4, "eval/accuracy_sampled": 0.3, "eval/num_problems": 64},
         {"time_s": START_S + 20, "kind": "restart", "text": f"actor.1 died of {NASTY}"},
-        {"time_s": START_S + 50, "kind": "evaluated", "text": "at the end", "eval/version": f"0.{num_steps}"}
+        {"time_s": START_S + 50, "kind": "evaluated", "text": "at the end", "eval/policy_version": num_steps}
         | {"eval/accuracy_greedy": 0.9, "eval/accuracy_sampled": 0.8, "eval/num_problems": 64},
     ]
     run.events.write_text("".join(json.dumps(event) + "\n" for event in events))

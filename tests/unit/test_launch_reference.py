@@ -37,7 +37,7 @@ def test_every_metric_named_in_the_code_is_registered():
         for name in pattern.findall(file.read_text())
     }
     assert named
-    assert sorted(named - METRICS.keys() - {"eval/version"}) == [], "which an older Leeway wrote"
+    assert sorted(named - METRICS.keys()) == []
 
 
 def test_the_page_about_watching_names_registered_metrics_alone():
@@ -45,7 +45,7 @@ def test_the_page_about_watching_names_registered_metrics_alone():
     panels = page[page.index("| panel |") :]
     named = set(re.findall(r"`([a-z_0-9]+/[\w/]+)`", panels))
     assert len(named) > 40
-    assert sorted(named - METRICS.keys() - {"eval/version"}) == [], "which an older Leeway wrote"
+    assert sorted(named - METRICS.keys()) == []
     wanted = ("lag/token_mean", "lag/in_flight", "lag/in_queue", "off_policy/ess_token", "mismatch/lag0_abs")
     assert {*wanted, "buffer/dropped_stale", "reward/mean", "time/wait_for_batch"} <= named
 

@@ -203,7 +203,7 @@ def test_rows_of_another_shape_do_not_stop_a_page(tmp_path):
     with run.metrics.open("a") as file:
         file.writelines(json.dumps(each) + "\n" for each in odd)
     with run.events.open("a") as file:
-        file.write('{"time_s": "noon", "kind": null, "eval/version": 3}\n')
+        file.write('{"time_s": "noon", "kind": null, "eval/policy_version": 3}\n')
     data = collect(run)
     assert data.metrics.num_steps == 41
     assert render(data)

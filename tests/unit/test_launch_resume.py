@@ -292,10 +292,10 @@ def test_a_torn_last_line_is_repaired_before_more_is_appended(folder, tail, kept
 
 def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(folder):
     evaluated = {"eval/num_problems": 8, "eval/accuracy_greedy": 0.5, "eval/accuracy_sampled": 0.25}
-    evaluated |= {"eval/num_failed": 1, "eval/version": "0.0", "kind": "evaluated", "text": ""}
+    evaluated |= {"eval/num_failed": 1, "eval/policy_version": 0, "kind": "evaluated", "text": ""}
     later = {**evaluated, "eval/accuracy_greedy": 0.9, "time_s": 1030.0}
     write_lines(folder.events, [{**evaluated, "time_s": 110.0}, later])
-    write_lines(folder.metrics, [row(1, finished_s=140.0), row(2, finished_s=150.0), {"eval/accuracy_greedy": 1}])
+    write_lines(folder.metrics, [row(1, finished_s=140.0), row(2, finished_s=150.0)])
     assert History.read(folder).wall_s == 0.0, "no command has said anything"
     other = plan(folder.root.with_name("other"))
     other.folder.root.mkdir()
@@ -304,7 +304,7 @@ def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(fol
     other.folder.status.rename(folder.status)
     history = History.read(folder)
     assert (history.before.greedy, history.before.policy_version, history.before.versions) == (0.5, 0, "0")
-    write_lines(folder.events, [{**later, "eval/version": "0.10"}, later])
+    write_lines(folder.events, [{**later, "eval/policy_version": 10}, later])
     assert History.read(folder).before is None, "the run had no actors at first"
     assert history.wall_s == 80.0
     assert history.last_step == 2
