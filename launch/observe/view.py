@@ -17,7 +17,7 @@ from launch.text import duration, number, share_of, shortened
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Colours of the pools in their order; they repeat after the last."""
 MARK = "◂ bound"
-MAX_LAG_ROWS = 12
+MAX_LAG_ROWS = 8
 NAME_WIDTH, NARROW, TWO_COLUMNS = 10, 50, 150
 """Columns of the names of panes; from which width on they are shown; from which width on panes stand in two columns."""
 DROPPED_FIRST = ("services", "stages", "events", "actors")
@@ -97,28 +97,15 @@ class Pane:
         yield grid
 
 
-class LagPane(Pane):
-    """Bars of the trained tokens by lag; neighbouring lags share a bar where there are more than rows."""
-
-    def __init__(self, status: RunStatus) -> None:
-        self._status = status
-        super().__init__("lag", [[bar] for bar in lag_bars(status, 40)], least=3)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width - (NAME_WIDTH if options.max_width >= NARROW else 0)
-        rows = lag_bars(self._status, width, options.height or MAX_LAG_ROWS, ascii_only=options.ascii_only)
-        yield Pane(self.name, [[row] for row in rows])
-
-
-def lag_bars(status: RunStatus, width: int, max_rows: int = MAX_LAG_ROWS, *, ascii_only: bool = False) -> list[Text]:
-    """Return a bar per lag, from 0 to the greatest or the bound; the share is of all trained tokens."""
+def lag_bars(status: RunStatus, width: int, *, ascii_only: bool = False) -> list[Text]:
+    """Return bars of the share of trained tokens by lag, up to the bound or the greatest; neighbours may share one."""
     lags, pools = status.lags, sorted(status.lags)
     total = sum(sum(counts.values()) for counts in lags.values())
     if not total:
         return []
     bound = status.max_lag if isinstance(status.max_lag, int) else None
     num_lags = 1 + max(bound or 0, *(lag for counts in lags.values() for lag in counts))
-    step = -(-num_lags // min(max_rows, MAX_LAG_ROWS))
+    step = -(-num_lags // MAX_LAG_ROWS)
     block, mark = ("#", "< bound") if ascii_only else ("█", MARK)
     sums = [
         {pool: sum(lags[pool].get(lag, 0) for lag in range(first, first + step)) for pool in pools}
@@ -262,7 +249,9 @@ class View:
         height, width = options.height or max(1, console.height - 1), options.max_width
         is_wide = width >= TWO_COLUMNS and console.is_terminal
         head = Pane("", _head(self._status, self._now_s, self._gone, self._note, width))
-        panes = list(self._panes((width // (1 + is_wide)) - (NAME_WIDTH if width >= NARROW else 0), console))
+        column = (width // (1 + is_wide)) - (NAME_WIDTH if width >= NARROW else 0)
+        bars: list[Row] = [[bar] for bar in lag_bars(self._status, column, ascii_only=options.ascii_only)]
+        panes = list(self._panes(column, console, bars))
         if not console.is_terminal:
             yield from (head, *panes)
             return
@@ -277,7 +266,7 @@ class View:
         whole.split_column(top, body)
         yield from console.render(whole, options.update(height=height))
 
-    def _panes(self, width: int, console: Console) -> Iterator[Pane]:
+    def _panes(self, width: int, console: Console, bars: list[Row]) -> Iterator[Pane]:
         status, now_s = self._status, self._now_s
 
         def wrapped(sentences: Iterable[str], style: str = "") -> list[Row]:
@@ -295,7 +284,7 @@ class View:
             Pane("stages", [_process(each, now_s) for each in status.stages], least=2),
             Pane("services", [_process(each, now_s) for each in status.services]),
             Pane("buffer", list(_buffer(status, width)), least=2),
-            LagPane(status),
+            Pane("lag", bars, least=MAX_LAG_ROWS),
             Pane("waits", wrapped(status.waits) or nobody, least=2),
             Pane("events", events, keeps_end=True),
         ):

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from buffer.ledger import COUNTS
 from launch.observe.status import RunStatus, read_status, write_status
-from launch.observe.view import MARK, View, lag_bars
+from launch.observe.view import MARK, MAX_LAG_ROWS, View, lag_bars
 from launch.run_folder import RunFolder
 from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal, new_attributes
 
@@ -28,9 +28,9 @@ def recorded(name: str = "training") -> RunStatus:
     return read_status(RECORDED / f"{name}.json")
 
 
-def lag_lines(lags: dict, max_lag: int | str, width: int, max_rows: int = 12, *, ascii_only: bool = False):
+def lag_lines(lags: dict, max_lag: int | str, width: int, *, ascii_only: bool = False):
     status = msgspec.structs.replace(recorded(), lags=lags, max_lag=max_lag)
-    return lag_bars(status, width, max_rows, ascii_only=ascii_only)
+    return lag_bars(status, width, ascii_only=ascii_only)
 
 
 def shown(snapshot: RunStatus, columns: int, rows: int, now_s: float | None = None, **view: str) -> list[str]:
@@ -157,11 +157,11 @@ def test_pools_share_a_bar_in_their_colours():
 
 def test_many_lags_share_rows_and_nothing_trained_has_none():
     rows = lag_lines({"a": dict.fromkeys(range(100), 1)}, "unbounded", 60)
-    assert len(rows) <= 12
-    (row,) = lag_lines({"a": {0: 1, 4: 1}}, 4, 60, max_rows=1)
-    assert row.plain.split()[:2] == ["0-4", "100.0%"]
+    assert len(rows) == MAX_LAG_ROWS
+    assert rows[0].plain.split()[0] == "0-12"
+    *_, row = lag_lines({"a": {0: 1, 4: 1}}, 15, 60)
+    assert row.plain.split()[:2] == ["14-15", "0.0%"]
     assert MARK in row.plain
-    assert rows[0].plain.split()[0] == "0-8"
     assert lag_lines({"a": {}}, 4, 60) == []
 
 
