@@ -50,6 +50,9 @@ class Series:
         self._x.append(x)
         self._y.append(y)
 
+    def __len__(self) -> int:
+        return len(self._x)
+
     def __iter__(self) -> Iterator[Point]:
         return zip(self._x, self._y, strict=True)
 

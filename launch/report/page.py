@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from math import sqrt
 from pathlib import Path
-from statistics import fmean, pvariance
+from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
@@ -31,8 +31,8 @@ QUESTIONS = {
 MAX_REASONS, MAX_REASON = 40, 300
 """Reasons why samples failed on the page, and characters of each."""
 OUTSIDE = ("duplicates", "late", "fenced", "quarantined_outside")
-LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 10
-"""Thresholds of the answers: share of the learner's time, effective share of a batch, and steps."""
+LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 20
+"""Thresholds of the answers: share of the time, effective shares of a batch, and rows of steps."""
 
 
 # --- the page -----------------------------------------------------------------------------------------
@@ -117,22 +117,21 @@ def _number(value: float | None) -> str:
 
 def _learning(run: RunData) -> str:
     series = run.metrics.series.get("reward/mean")
-    if series is None or run.num_steps < FEW_STEPS:
+    if series is None or len(series) < FEW_STEPS:
         return "Not known yet: the run has taken too few steps."
-    first, last = series.ends()
+    first, last = series.ends(0.25)
     gain = fmean(last) - fmean(first)
-    noise = 2 * sqrt(pvariance(first) / len(first) + pvariance(last) / len(last))
+    noise = 2 * sqrt(variance(first) / len(first) + variance(last) / len(last))
     if abs(gain) <= noise:
-        return f"Not visibly: the mean reward changed by {gain:+.3f}, which is within its noise of {noise:.3f}."
+        return f"Not visibly: the mean reward changed by {gain:+.3f}, within its noise of {noise:.3f}."
     return f"{'Yes' if gain > 0 else 'No'}: the mean reward changed by {gain:+.3f}."
 
 
 def _health(run: RunData) -> str:
-    status = run.status
-    if status is None:
+    if run.seen is None:
         return "Not known: the run has no status."
-    wrong = [run.events.failed] if run.events.failed else []
-    wrong += status.tripped
+    status = run.seen.status
+    wrong = [each for each in (run.events.failed, run.seen.gone, *status.tripped) if each]
     wrong += [f"{status.ledger_gap} samples are unaccounted for, which is a bug"] if status.ledger_gap else []
     if wrong:
         return f"No: {'; '.join(wrong)}"

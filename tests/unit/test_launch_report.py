@@ -336,7 +336,7 @@ def answers(run):
 
 def test_the_four_questions_have_an_answer(whole):
     found = answers(collect(whole))
-    assert found["learning"].startswith("Yes: the mean reward changed by +0.72")
+    assert found["learning"].startswith("Yes: the mean reward changed by +0.600.")
     assert found["health"] == "Yes: no alert is active and every sample is accounted for."
     waits = "the learner waits 40% of the time for batches, and an actor 5% for weights."
     assert found["waiting"] == f"The learner: {waits}"
@@ -351,10 +351,16 @@ def test_the_answers_of_a_bad_run_say_what_is_wrong(tmp_path):
     rows = [row(step, START_S + step, **bad, **{"reward/mean": 1 - step / 50}) for step in range(1, 41)]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
     found = answers(collect(run))
-    assert found["learning"].startswith("No: the mean reward changed by -0.72")
+    assert found["learning"].startswith("No: the mean reward changed by -0.600.")
     assert found["health"] == "No: the reward falls; 3 samples are unaccounted for, which is a bug"
     assert found["waiting"] == "The actors: the learner waits 0% of the time for batches, and an actor 50% for weights."
     assert found["lag"].startswith("Yes: 30% of a batch is effective")
+
+
+def test_a_run_whose_command_was_killed_is_not_healthy(tmp_path):
+    run = make_run(tmp_path / "sums")
+    write_status(run.status, msgspec.structs.replace(read_status(run.status), ended=None))
+    assert answers(collect(run))["health"].startswith("No: the command (process 1 on here) is gone since ")
 
 
 def test_noise_is_no_answer_and_neither_are_few_steps(tmp_path):
