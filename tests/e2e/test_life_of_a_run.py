@@ -242,8 +242,8 @@ def test_it_is_seen_from_outside(run: Life, tmp_path, request, capsys):
     request.addfinalizer(terminal.close)
     terminal.wait_for(lambda grid: any("groups ready" in line for line in grid.lines))
     step = terminal.grid.lines[1]
-    assert " step " in step
-    terminal.wait_for(lambda grid: " step " in grid.lines[1] and grid.lines[1] != step)
+    assert step.startswith("step ")
+    terminal.wait_for(lambda grid: grid.lines[1].startswith("step ") and grid.lines[1] != step)
     assert not terminal.grid.overflowed
     terminal.press("q")
     assert terminal.end() == 0
