@@ -48,7 +48,7 @@ from benchmarks.lib.runs import FinishedRun, Row
 from buffer.config import BufferConfig
 from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
-from launch.autoscale import ABOVE, Following, PoolState, StepFacts
+from planning.autoscale import ABOVE, Following, PoolState, StepFacts
 from planning.lengths import LengthLaw
 from planning.world import Costs, EnginePool, World
 

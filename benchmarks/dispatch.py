@@ -45,8 +45,8 @@ from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.runs import FinishedRun
 from common.costs import TokenTime
 from launch.config import load_config
-from launch.profiling import costs_of, profile_of
 from launch.run_folder import RunFolder
+from planning.profiling import costs_of, profile_of
 from planning.simulator import Simulation
 from planning.world import Costs
 

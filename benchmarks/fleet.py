@@ -38,9 +38,9 @@ from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
 from launch.pools import actor_pools
-from launch.profiling import costs_of
 from launch.run_folder import RunFolder
 from planning.lengths import LengthLaw
+from planning.profiling import costs_of
 from planning.simulator import Simulation
 from planning.world import Costs, EnginePool, Outcome, World
 

@@ -34,8 +34,8 @@ from benchmarks.plan_parts.choices import CHOICES, Choice, chosen
 from benchmarks.plan_parts.predictions import PREDICTED, compared, errors, run_all
 from benchmarks.plan_parts.searches import LIMIT_S, searched
 from launch.config import load_config
-from launch.profiling import costs_of
 from launch.run_folder import RunFolder
+from planning.profiling import costs_of
 
 PAGE = RESULTS / "plan.md"
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "demo.toml"

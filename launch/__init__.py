@@ -8,9 +8,7 @@ observe     what is known of a run, while it lives and after, and where it is sh
 report      one page that shows a run, and a trace of it
 doctor      checks of this machine and of a run on it
 reward_check  tries reward functions before a run does
-profiling   what a run cost, from folders of runs; two short ones that are made for it
-planner     Planner: the best plan of a config on its hosts (`plans`: hosts, what a run takes of them and would do,
-            the patch)
+needs       MachineNeeds: memory, disk and shared memory that a run takes
 
 config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides
 mistakes    what is wrong with a config, in one sentence that says what to type instead
@@ -20,7 +18,6 @@ pools       which workers a run has, and what each reserves
 
 run_folder  RunFolder: where everything of a run lies, and which command works on it; the folder of its weights
 model_folder  the model of a run as a Hugging Face folder: where it comes from, and how it leaves
-autoscale   pools of actors that follow the lengths and costs of a run
 control     what is asked of a run while it lives
 host        this machine: modes of files, logs by which processes are found, Ray's folders, who answers at an address
 text        figures and texts for people, also of token ids

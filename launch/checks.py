@@ -26,9 +26,16 @@ from launch.mistakes import idle_keys
 from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes
-from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, already_there, check_weights_folder, check_writable
+from launch.run_folder import (
+    Prediction,
+    RecordedFacts,
+    RunFolder,
+    RunIdentity,
+    already_there,
+    check_weights_folder,
+    check_writable,
+)
 from learner.decoders import cost_shares, split_layers
-from planning.prediction import Prediction
 from weight_sync.config import WeightSyncConfig
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.plugins import load
 from common.process import uncollected
 from launch.host import check_folder, settle_home
 from launch.looking import Verb, arg, flag, of_run, report, status, top, trace, verb
@@ -92,7 +93,7 @@ def train(parsed: argparse.Namespace) -> int:
     with uncollected():  # to check is to import, mostly
         from launch.checks import check
         from launch.config import load_config
-        from launch.plans import read_plan, with_limits
+        from launch.needs import with_limits
         from launch.run_folder import choose_root, named_run
 
         chosen: list[str] = []
@@ -100,7 +101,7 @@ def train(parsed: argparse.Namespace) -> int:
         if parsed.source is not None:
             chosen.append(f"--buffer.source={json.dumps(str(named_run(parsed.source)))}")
         if parsed.plan is not None:
-            planned, prediction = read_plan(parsed.plan)
+            planned, prediction = load(READ_PLAN)(parsed.plan)
             chosen += planned
         config = load_config(parsed.config, [*chosen, *parsed.overrides])
         plan = with_limits(replace(check(config, choose_root(config, parsed.config)), prediction=prediction))
@@ -124,7 +125,7 @@ def resume(parsed: argparse.Namespace) -> int:
     Nothing that its buffer acknowledged is lost. Keys for which another value is sound can be overridden:
     --learner.num_steps 200.
     """
-    from launch.plans import with_limits
+    from launch.needs import with_limits
     from launch.resume import resume
     from launch.run_folder import claimed, open_run
 
@@ -271,91 +272,6 @@ def check_reward(parsed: argparse.Namespace) -> int:
     return ExitStatus.FAILED if sentences else ExitStatus.OK
 
 
-@verb(
-    "measure what a run costs on this machine",
-    arg("config", nargs="?", type=Path, metavar="CONFIG.toml"),
-    arg("--from", nargs="+", type=Path, metavar="RUN", dest="runs", help="of these runs, in place of two short ones"),
-    arg("--out", type=Path, default=Path("profile.json"), help="where it goes; default: profile.json"),
-    takes_overrides=True,
-)
-def profile(parsed: argparse.Namespace) -> int:
-    """Measure what the parts of a run cost on this machine: two short real runs, about three minutes in all.
-
-    Any key can be overridden, as with train. Runs that there are already say the same: --from RUN.
-    """
-    with uncollected():
-        from launch.profiling import profile_of, take
-        from launch.run_folder import open_run
-        from launch.text import progress_line
-
-        if (parsed.config is None) == (not parsed.runs):
-            raise ConfigError("give either a config, which is run for it, or runs that there are: --from RUN")
-        if parsed.runs:
-            if parsed.overrides:
-                raise ConfigError(f"{parsed.overrides[0]} changes nothing of runs that there are: leave it out")
-            found = profile_of([open_run(each) for each in parsed.runs])
-        else:
-            try:
-                with progress_line() as progress:
-                    found = take(parsed.config, parsed.overrides, lambda text: progress(text, None))
-            except KeyboardInterrupt:
-                return refuse("interrupted; no profile was written", ExitStatus.INTERRUPTED)
-    try:
-        found.write(parsed.out)
-    except OSError as error:
-        raise ConfigError(f"{parsed.out} cannot be written: {error.strerror}; give another place as --out") from None
-    print(found.describe())
-    print(f"written to {parsed.out}")
-    return ExitStatus.OK
-
-
-@verb(
-    "choose actors, learner and bound for a config, and say what it will do",
-    arg("config", type=Path, metavar="CONFIG.toml"),
-    arg("--profile", type=Path, default=Path("profile.json"), help="of `leeway profile`; default: profile.json"),
-    arg("--hosts", type=Path, metavar="FILE", help="as launch/cluster.sh takes it; default: this machine alone"),
-    arg("--host-cpus", type=float, metavar="N", help="that each of them has; default: as many as this machine"),
-    arg("--host-gpus", type=float, metavar="N", help="likewise"),
-    arg("--price", nargs="+", default=[], metavar="POOL=PER_HOUR", help="of one worker: samples per price are sought"),
-    arg("--out", type=Path, default=Path("plan.toml"), help="where the plan goes; default: plan.toml"),
-    epilog="Then: leeway train CONFIG.toml --plan plan.toml",
-    takes_overrides=True,
-)
-def plan(parsed: argparse.Namespace) -> int:
-    """Search for the plan of CONFIG that trains most samples per second, or per price, by what a profile says.
-
-    Chosen are the number of actors and their slots, the shape of the learner, publish_every, and max_lag up to the
-    config's own. A key that is given here, as --learner.num_stages 2, is not chosen.
-    """
-    with uncollected():
-        from launch.planner import Planner
-        from launch.plans import host_here, prices_of, read_hosts, show, write_plan
-        from launch.profiling import machine_here, model_of
-        from launch.text import progress_line
-        from planning.profile import Profile, ProfileError
-
-        with as_config_error(kind=ProfileError):
-            found = Profile.read(parsed.profile)
-        here = host_here()
-        hosts = [here]
-        if parsed.hosts is not None:
-            cpus, gpus = parsed.host_cpus or here.cpus, here.gpus if parsed.host_gpus is None else parsed.host_gpus
-            hosts = read_hosts(parsed.hosts, cpus, gpus)
-        planner = Planner(parsed.config, parsed.overrides, found, hosts, prices_of(parsed.price))
-        if (model := model_of(planner.config)) is not None:
-            with as_config_error(kind=ProfileError):
-                found.check_model(model, parsed.profile)
-        if not found.machine.is_like(machine_here()):
-            print(f"note: the profile was taken on another machine ({found.machine}); the rates are those of that one")
-        with progress_line() as progress:
-            candidates = planner.find(progress)
-            as_it_is = planner.as_it_is()
-    show(candidates, as_it_is, planner.own)
-    write_plan(parsed.out, candidates[0], parsed.profile)
-    print(f"written to {parsed.out}; leeway train {parsed.config} --plan {parsed.out}")
-    return ExitStatus.OK
-
-
 BUFFER_VERBS = {
     "ls": "list the groups of samples",
     "show": "show a group and its samples, with their text where the run has a tokenizer",
@@ -393,9 +309,16 @@ def _add_buffer(parsers: Any) -> None:  # noqa: ANN401 -- as in `Verb`
 
 
 VERBS = (
-    *(train, resume, scale, status, top, report, trace, export, doctor, check_reward, profile, plan),
+    *(train, resume, scale, status, top, report, trace, export, doctor, check_reward),
     Verb("buffer", _add_buffer),
 )
+PLUGIN_VERBS = {
+    "profile": ("planning.verbs:profile", "measure what a run costs on this machine"),
+    "plan": ("planning.verbs:plan", "choose actors, learner and bound for a config, and predict what it will do"),
+}
+"""Verb -> where it is, and what `leeway --help` says of it; loaded when it is used."""
+READ_PLAN = "planning.plans:read_plan"
+"""Of `leeway train --plan`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -431,12 +354,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="leeway", description="Asynchronous off-policy reinforcement learning for language models."
     )
     parsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
     for each in VERBS:
         each.add_to(parsers)
+    for name, (where, text) in PLUGIN_VERBS.items():
+        if name in words:
+            load(where).add_to(parsers)
+        else:
+            parsers.add_parser(name, help=text)
     parsed, overrides = parser.parse_known_args(arguments)
     if overrides and not parsed.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    words = [*(sys.argv[1:] if arguments is None else arguments)]
     taken = getattr(parsed, "config", None) or getattr(parsed, "run", None)
     if overrides and taken is not None:
         before = words[[Path(word) for word in words].index(taken) - 1]

@@ -45,7 +45,7 @@ from launch.text import GIB, gib
 if TYPE_CHECKING:  # with torch and other libraries that may be broken
     from launch.config import Config
     from launch.gpus import Gpu
-    from launch.plans import MachineNeeds, Need
+    from launch.needs import MachineNeeds, Need
 
 State = Literal["ok", "warning", "problem"]
 """A run succeeds; may be slow or lose data; would fail."""
@@ -325,7 +325,7 @@ def _room(config: Config | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         return
     from actors.config import ON_GPU_BYTES
     from launch.gpus import stage_need, too_small, unfit
-    from launch.plans import weights_of_engines
+    from launch.needs import weights_of_engines
     from launch.pools import actor_pools
 
     if why := unfit(config, gpus):
@@ -413,7 +413,7 @@ def check_config(subject: Subject) -> Iterator[Finding]:
     if subject.config is None or subject.path is None:
         return
     from launch.checks import check
-    from launch.plans import with_limits
+    from launch.needs import with_limits
 
     try:
         plan = with_limits(check(subject.config, choose_root(subject.config, subject.path)))
@@ -450,7 +450,7 @@ def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[
     """
     subject, broken = Subject(), list[Finding]()
     if path is not None:
-        broken = list(examine([("config", partial(check_library, "launch.plans"))], subject))
+        broken = list(examine([("config", partial(check_library, "launch.needs"))], subject))
         subject = subject if broken else _subject(path, overrides)
     imports = [(f"import {name}", partial(check_library, name)) for name in LIBRARIES]
     limit_s = CUDA_LIMIT_S if version(ENGINES["gpu"]) else LIMIT_S
@@ -459,7 +459,7 @@ def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[
 
 def _subject(path: Path, overrides: Sequence[str]) -> Subject:
     from launch.config import load_config
-    from launch.plans import MachineNeeds
+    from launch.needs import MachineNeeds
 
     config, needs = load_config(path, overrides), None
     if config.launch.ray_address is None:  # on a cluster the memory of other hosts is unknown

@@ -27,10 +27,10 @@ from actors.sample import EvalResult
 from buffer.protocol import Status
 from common.files import FULL, write_whole
 from common.hf_folder import ModelFolderError
+from common.plugins import load
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion, StalenessContract
-from launch.autoscale import Autoscale
 from launch.checks import Plan, check_fetched
 from launch.config import Config
 from launch.control import Control
@@ -53,6 +53,7 @@ from launch.resume import identity_of
 from launch.run_folder import RunFolder, claimed, claimed_weights
 from learner.checkpoint_meta import TrainingProgress, newest_progress
 
+AUTOSCALE = "planning.autoscale:Autoscale"  # loaded if launch.autoscale is not "off"
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
 EVALUATION_POLL_S = 0.1
@@ -271,7 +272,7 @@ class _Run:
         self._observer = self.sinks.observer
         self._control = Control(self.plan.folder.control)
         self._tripwires = Tripwires(self.plan.config, self.contract)
-        self._autoscale = Autoscale(self.plan.config)
+        self._autoscale = None if self._config.launch.autoscale == "off" else load(AUTOSCALE)(self._config)
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
         self.has_begun = False
@@ -375,19 +376,19 @@ class _Run:
         self._warn_of_buffer(news.status)
         for trip in trips:
             self._act(trip)
-        if self._evaluation is None and self.interrupts.training:
-            self._follow_lengths(rows)
+        if self._autoscale is not None and self._evaluation is None and self.interrupts.training:
+            self._scale(rows, self._autoscale)
 
-    def _follow_lengths(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Say which number of actors would do, or have it so."""
+    def _scale(self, rows: Sequence[Mapping[str, Any]], autoscale: Any) -> None:  # noqa: ANN401 -- it is loaded
+        """Report how many actors would do, or scale the pools to it."""
         actors = self.supervisor.actors
         for row in rows:
             pools = [replace(pool, wanted=len(actors.staying(pool.name))) for pool in self._observer.status.pools]
-            advice = self._autoscale.look(row, pools, actors.room)
+            advice = autoscale.look(row, pools, actors.room)
             if advice is None:
                 continue
             self.sinks.event("advice", advice.text, pool=advice.pool, count=advice.count)
-            if advice.pool and self._autoscale.mode == "on":
+            if advice.pool and self._config.launch.autoscale == "on":
                 try:
                     actors.scale(advice.pool, advice.count)
                 except ValueError as error:  # nobody waits for it

@@ -1,4 +1,14 @@
-"""What a run will do before it runs, from what its parts cost. Nothing here needs torch, vLLM or Ray.
+"""Optional: what a run will do before it runs, and what follows from that. Lies above `launch`; no package imports it.
+
+A key or a verb loads what it asks for by its dotted name (`common.plugins`).
+
+verbs      `leeway profile` and `leeway plan`
+profiling  what a run cost, from folders of runs; two short ones that are made for it
+planner    Planner: the best plan of a config on its hosts (`plans`: hosts, what a run would do, by
+           simulated runs, the patch)
+autoscale  pools of actors that follow the lengths and costs of a run
+
+The simulator, which needs neither torch nor vLLM nor Ray:
 
 lengths    LengthLaw: how long completions are, and how much of that the prompt decides
 world      World: a run as a simulation has it, and what it costs; TokenClock: the samples that share an engine, in
@@ -8,6 +18,5 @@ simulator  Simulation: a whole run, event by event, decided by the policies of t
 learner    LearnerTime: how long a step takes, for any shape of the learner
 profile    Profile: what the parts of a run cost on one machine with one model
 bounds     what each part of a run allows by itself, in closed form
-prediction  Prediction: what simulated runs come to, with an interval
 search     the best of many plans: enumerated, or walked by Metropolis chains
 """

@@ -13,7 +13,7 @@ from benchmarks.lib.runs import FinishedRun
 from benchmarks.overlap import train_on_cores
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
 from launch.config import load_config
-from launch.plans import world_of
+from planning.plans import world_of
 from planning.profile import Profile
 from planning.simulator import Simulation
 

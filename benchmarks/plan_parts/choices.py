@@ -25,12 +25,12 @@ from common.costs import TokenTime
 from common.hf_folder import model_identity
 from launch.config import Config, load_config, to_toml
 from launch.model_folder import fetch_model
-from launch.planner import Planner
-from launch.plans import Host, Keys, as_overrides
 from launch.pools import actor_pools
-from launch.profiling import machine_here, settings_of, settings_of_engine, shape_of
 from planning.lengths import LengthLaw
+from planning.planner import Planner
+from planning.plans import Host, Keys, as_overrides
 from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
+from planning.profiling import machine_here, settings_of, settings_of_engine, shape_of
 from planning.world import Costs
 
 STEPS = 18

@@ -442,10 +442,9 @@ def test_the_summary_is_of_the_whole_life(run: Life):
 
 def test_what_it_cost_is_a_profile_that_foretells_what_it_did(run: Life):
     from launch.config import load_config
-    from launch.plans import world_of
-    from launch.profiling import profile_of
     from launch.run_folder import RunFolder
-    from planning.prediction import predict
+    from planning.plans import predict, world_of
+    from planning.profiling import profile_of
 
     profile = profile_of([RunFolder(run.folder)])
     assert profile.engines["first"].law.seconds(8, 80) > 0

@@ -6,9 +6,9 @@ import msgspec
 
 from benchmarks.lib.lengths import lognormal
 from launch.config import load_config
-from launch.profiling import machine_here, model_of, settings_of, settings_of_engine
 from planning.learner import LearnerShape
 from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
+from planning.profiling import machine_here, model_of, settings_of, settings_of_engine
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 

@@ -18,7 +18,7 @@ COMPARED_WITH_THE_TIME_OF_DAY = {
     "common/process.py": "the start of the clock",
     "launch/host.py": "modification times of files",
     "launch/observe/status.py": "modification times of files",
-    "launch/profiling.py": "a date for people",
+    "planning/profiling.py": "a date for people",
     "launch/resume.py": "a date for people",
     "weight_sync/publisher.py": "a date for people",
     "weight_sync/store.py": "modification times of files",

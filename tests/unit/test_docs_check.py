@@ -120,10 +120,10 @@ def test_the_readme_and_every_page_are_looked_at():
 
 
 def test_every_verb_stands_in_the_readme_and_on_the_page_of_the_commands():
-    from launch.cli import VERBS
+    from launch.cli import PLUGIN_VERBS, VERBS
 
     root = Path(__file__).parents[2]
-    verbs = [verb.name for verb in VERBS]
+    verbs = [*(verb.name for verb in VERBS), *PLUGIN_VERBS]
     for page in (root / "README.md", root / "docs" / "commands.md"):
         text = page.read_text()
         assert [verb for verb in verbs if f"leeway {verb} " not in text] == []

@@ -5,10 +5,10 @@ from random import Random
 import pytest
 
 from common.costs import Moments, TokenTime
-from launch.autoscale import FORGETS, MOST_ADVISED, Advice, Autoscale
 from launch.config import load_config
 from launch.observe.status import PoolStatus
 from launch.observe.totals import PoolEngines
+from planning.autoscale import FORGETS, MOST_ADVISED, Advice, Autoscale
 from tests.unit.made_up_profile import DEMO
 
 LAW = TokenTime(4e-3, 6e-5)
@@ -135,8 +135,7 @@ def test_a_pool_without_actors_silences_nobody():
     assert "actors" in [each.pool for each in found if each is not None]
 
 
-def test_off_says_nothing_and_neither_does_a_run_whose_engines_have_measured_nothing():
-    assert advised("off") == []
+def test_a_run_whose_engines_have_measured_nothing_gets_no_advice():
     scale = autoscale("on")
     unknown = PoolStatus(name="actors", wanted=2, working=2)
     assert not any(scale.look(row, [unknown], lambda name: 9) for row in rows(30, 0.2))

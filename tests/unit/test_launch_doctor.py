@@ -18,15 +18,16 @@ import pytest
 
 from actors.tasks import TaskError
 from common.hf_folder import StoredTensor, pack_header
-from launch import doctor, plans
+from launch import doctor
+from launch import needs as machine_needs
 from launch.cli import main
 from launch.config import Config, load_config
 from launch.doctor import Finding, Subject, examine, ok, run_checks
 from launch.errors import ExitStatus
 from launch.gpus import Gpu, GpuProcess
 from launch.host import has_wandb_login
+from launch.needs import MachineNeeds, Need
 from launch.observe.status import STALE_S, Ended, read_status, why_nobody_works, write_status
-from launch.plans import MachineNeeds, Need
 from launch.run_folder import RunFolder, claimed
 from tests.unit.test_launch_top import RECORDED
 
@@ -245,23 +246,23 @@ def test_a_low_limit_of_processes_or_of_the_size_of_a_file_is_a_problem(monkeypa
     found = only(doctor.check_limits(of()))
     assert (found.name, found.state, said in found.found) == ("limits", "problem", True)
     plan = SimpleNamespace(lacking="", config=load_config(DEMO))
-    monkeypatch.setattr(plans, "replace", lambda plan, lacking: lacking)
-    assert said in plans.with_limits(plan)
+    monkeypatch.setattr(machine_needs, "replace", lambda plan, lacking: lacking)
+    assert said in machine_needs.with_limits(plan)
     known.clear()
     assert only(doctor.check_limits(of())).state == "ok"
-    assert plans.with_limits(plan) == ""
+    assert machine_needs.with_limits(plan) == ""
 
 
 def test_a_control_group_that_is_too_small_for_the_run_is_why_it_does_not_start(monkeypatch):
-    monkeypatch.setattr(plans, "replace", lambda plan, lacking: lacking)
-    monkeypatch.setattr(plans, "low_limits", lambda _: "")
+    monkeypatch.setattr(machine_needs, "replace", lambda plan, lacking: lacking)
+    monkeypatch.setattr(machine_needs, "low_limits", lambda _: "")
     here = SimpleNamespace(lacking="", config=load_config(DEMO))
     for left, said in ((2**31, "leaves 2.0 GiB of memory, and the run takes about"), (2**62, "")):
-        monkeypatch.setattr(plans, "memory_left", lambda left=left: left)
-        assert said in plans.with_limits(here)
-        assert bool(plans.with_limits(here)) == bool(said)
+        monkeypatch.setattr(machine_needs, "memory_left", lambda left=left: left)
+        assert said in machine_needs.with_limits(here)
+        assert bool(machine_needs.with_limits(here)) == bool(said)
     cluster = SimpleNamespace(lacking="", config=load_config(DEMO, ["--launch.ray_address", "10.0.0.1:6379"]))
-    assert plans.with_limits(cluster) is cluster
+    assert machine_needs.with_limits(cluster) is cluster
     monkeypatch.setattr(doctor, "memory_left", lambda: 3 * 2**30)
     assert next(iter(doctor.check_memory(of()))).found == "3.0 GiB available"
 
@@ -276,7 +277,7 @@ def test_what_the_demo_needs_is_of_the_right_order():
     split = MachineNeeds.of(load_config(DEMO, ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]))
     assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "processes on GPUs take host memory too"
     scored = MachineNeeds.of(load_config(DEMO, ["--pools.score.role", "scorer", "--pools.score.count", "2"]))
-    assert scored.memory.size_bytes > needs.memory.size_bytes + 2 * plans.STAGE_BYTES
+    assert scored.memory.size_bytes > needs.memory.size_bytes + 2 * machine_needs.STAGE_BYTES
     assert "2 scorers 1.0 GiB" in scored.memory.parts
 
 
@@ -424,10 +425,10 @@ def test_what_a_run_takes_of_gpus_is_held_against_them(gpus, cuda, overrides, ca
 
 def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkeypatch):
     assert MachineNeeds.of(load_config(DEMO)).queues_bytes == 0
-    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * plans.NCCL_BYTES
+    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * machine_needs.NCCL_BYTES
     split = ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]
     needs = MachineNeeds.of(load_config(DEMO, split))
-    assert needs.queues_bytes == 2 * (plans.BROADCAST_BYTES + 2 * plans.ANSWERS_BYTES)
+    assert needs.queues_bytes == 2 * (machine_needs.BROADCAST_BYTES + 2 * machine_needs.ANSWERS_BYTES)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
     found = list(doctor.check_memory(Subject(needs=needs)))[-1]
     assert (found.state, "64 MiB free" in found.found, "--ipc=host" in found.remedy) == ("problem", True, True)

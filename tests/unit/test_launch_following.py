@@ -7,7 +7,7 @@ import pytest
 from benchmarks.autoscale_parts.simulation import ScalingSimulation
 from benchmarks.lib.lengths import lognormal
 from common.costs import TokenTime
-from launch.autoscale import (
+from planning.autoscale import (
     ABOVE,
     BELOW,
     PATIENCE_TO_GROW,

@@ -15,22 +15,22 @@ import pytest
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from benchmarks.lib.lengths import lognormal
 from common.costs import Moments
-from launch import planner as planning
-from launch import plans, profiling
 from launch.cli import main
 from launch.config import load_config
 from launch.errors import ConfigError
 from launch.gpus import Gpu, lacking_here
-from launch.planner import Planner
-from launch.plans import Host, MachineNeeds, read_hosts, read_plan, world_of
+from launch.needs import MachineNeeds
 from launch.pools import actor_pools
-from launch.profiling import _score_costs
 from launch.run_folder import RunFolder
 from learner.packing import CostModel, pack
+from planning import planner as planning
+from planning import plans, profiling
 from planning.learner import LearnerTime
 from planning.lengths import PromptStream
-from planning.prediction import predict
+from planning.planner import Planner
+from planning.plans import Host, predict, read_hosts, read_plan, world_of
 from planning.profile import Profile, ProfileError
+from planning.profiling import _score_costs
 from tests.unit.made_up_profile import DEMO, profile
 
 LEARNED_FROM = (

@@ -7,13 +7,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from launch.autoscale import Advice
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
 from launch.observe.history import History
 from launch.observe.status import Accuracy, PollResult, PoolStatus
 from launch.processes.role_process import RunFailed, WrongInput
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
+from planning.autoscale import Advice
 from tests.unit.made_up_run import context, plan
 
 
@@ -140,7 +140,7 @@ def test_advice_that_is_refused_is_an_event_and_lost_actors_are_not_waited_for(t
     run = _Run(made, context(made).facts.contract, None, supervisor, sinks, MagicMock())
     run._observer.status.pools = [PoolStatus(name="actors", wanted=2, working=1)]
     run._autoscale.look = lambda row, pools, room: looks.append(pools) or Advice("grow", "one more", "actors", 2)
-    run._follow_lengths([{}])
+    run._scale([{}], run._autoscale)
     assert [each.wanted for each in looks[0]] == [1]
     refused = (("not_scaled", "pool 'actors' stays as it is: a GPU is too small for all"),)
     assert sinks.event.call_args_list[-1] == refused

@@ -1,4 +1,4 @@
-"""Plans: what of a config may be chosen, what a run takes of a machine, and what it would do by a profile.
+"""Plans: what of a config may be chosen, and what it would do by a profile.
 
 Chosen are the number of actors of each pool and their slots, the shape of the learner, how often it publishes and how
 old samples may be, up to the config's own bound. Everything that learning depends on stays as it is.
@@ -8,62 +8,36 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import msgspec
 
-from actors.tasks.config import FileTask, TaskConfig
-from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
-from common.process import memory_left, usable_cpus
+from common.process import usable_cpus
 from common.staleness import StalenessContract
-from launch.checks import Plan
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.gpus import gpus_here
-from launch.host import low_limits
-from launch.pools import ActorPool, WorkerPool, actor_pools, scorer_pools, serving_dtypes, stage_pools
-from launch.profiling import settings_of, settings_of_engine, shape_of
-from launch.text import GIB, gib
-from planning.prediction import Prediction
+from launch.pools import ActorPool, WorkerPool, actor_pools, scorer_pools, stage_pools
+from launch.run_folder import Prediction
 from planning.profile import EngineCosts, Profile
-from planning.world import EnginePool, World
+from planning.profiling import settings_of, settings_of_engine, shape_of
+from planning.simulator import Simulation
+from planning.world import EnginePool, Outcome, World
 
 NUM_SHOWN = 4
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
-ENGINE_BYTES = int(1.3 * GIB)
-"""A vLLM engine and its actor without a model, on CPU; taken for one on a GPU as well."""
-STAGE_BYTES = int(0.5 * GIB)
-"""A stage without a model: torch and Transformers loaded."""
-REST_BYTES = int(1.1 * GIB)
-PROMPT_BYTES = 4
-"""Per byte of a file of prompts, in each process that loads it: as if a token were a character."""
-LARGE_BYTES = GIB // 4
-"""Of prompts in a process; fewer are not worth a mention."""
-_SURE_SHARE = 0.8
-"""Of the memory that is foretold; the demo took more."""
-TRAINED_BYTES = 16
-"""Per parameter: float32 weight, gradient and two moments."""
-REFERENCE_BYTES = 4
-CHECKPOINT_BYTES = 12
-"""Per parameter: weight and two moments, in a checkpoint and in the host copy that it is written from."""
-HOST_COPIES = 3
-"""Of the weights that are published, in each dtype: two, and a third where deltas are made."""
-TOKEN_BYTES = 12
-"""Of a stored token: id, log-probability, reference log-probability."""
-SAMPLE_BYTES = 1536
-"""Of a stored sample besides, with its place in the indexes."""
-BROADCAST_BYTES = 160 * 2**20
-"""What vLLM sends to the workers of an engine of several GPUs: ten messages of its largest."""
-ANSWERS_BYTES = 240 * 2**20
-NCCL_BYTES = 64 * 2**20
-"""Of a rank among others on its host, where GPUs do not reach each other directly."""
+MANY_SAMPLES = 30_000
+"""Samples that a prediction simulates in all: less than a second."""
+LEAST_STEPS = 12
+NUM_SEEDS = 3
+_T = 4.30
+"""Student's t, 95 %, of so many."""
 
 Key = str
 Keys = Mapping[Key, Any]
@@ -126,159 +100,6 @@ def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
     return hosts
 
 
-# --- what a run takes of a machine ---------------------------------------------------------------------
-
-
-class Need(NamedTuple):
-    """Room that a run takes."""
-
-    size_bytes: int
-    parts: str
-    """What it is made of, in words."""
-
-    @classmethod
-    def of(cls, parts: Mapping[str, int]) -> Need:
-        """Bytes of each part, by its name."""
-        return cls(sum(parts.values()), ", ".join(f"{name} {gib(size)}" for name, size in parts.items()))
-
-
-@dataclass(frozen=True)
-class MachineNeeds:
-    """Rough figures, on the safe side, but that activations are not in them."""
-
-    disk: Need
-    memory: Need
-    """On this machine, where it is the only one."""
-    staging_bytes: int
-    """In /dev/shm, for weights that came over the network."""
-    queues_bytes: int = 0
-    """In /dev/shm, between the processes of an engine of several GPUs, and between stages on GPUs; nowhere else."""
-
-    @classmethod
-    def of(cls, config: Config) -> MachineNeeds | None:
-        """None where the model is not here yet, so that its size is not known."""
-        sizes = _sizes(Path(config.model.path)) if config.model.path is not None else {}
-        if not sizes:
-            return None
-        num_parameters, num_served = sum(sizes.values()), _num_served(sizes)
-        learner = config.learner
-        num_trained = 2 if config.algorithm.needs.critic == "model" else 1
-        served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
-        engines = [(pool, pool.count * pool.config.tensor_parallel_size) for pool in actor_pools(config)]
-        on_cpu = sum(
-            num * (pool.config.kv_cache_bytes_on_cpu + _BYTES[pool.config.dtype] * num_served)
-            for pool, num in engines
-            if not pool.config.gpus
-        )
-        num_stages = learner.num_stages * learner.num_replicas
-        stages = num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + _in_stages(config, num_trained) * num_served
-        stages += _frozen_bytes(config, num_served)
-        disk = {
-            "buffer": _buffer_bytes(config),
-            "checkpoints": (learner.keep_checkpoints + 1) * CHECKPOINT_BYTES * num_trained * num_parameters,
-            "weights": (config.weight_sync.keep_versions + 1) * sum(served) + 4 * num_parameters,
-        }
-        memory = {
-            f"{sum(pool.count for pool, _ in engines)} engines": on_cpu + ENGINE_BYTES * sum(num for _, num in engines),
-            f"{num_stages} stages": stages,
-            **_of_scorers(config, num_served),
-            **_of_prompts(config.task, sum(pool.count for pool, _ in engines)),
-            "the rest": REST_BYTES,
-        }
-        staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
-        return cls(Need.of(disk), Need.of(memory), staging_bytes, _queues_bytes(config))
-
-
-def with_limits(plan: Plan) -> Plan:
-    """Return the plan, with the limit of this process that the run would exceed at its start, if any, as `lacking`."""
-    config, left = plan.config, memory_left()
-    if plan.lacking or config.launch.ray_address is not None:
-        return plan
-    workers = [pool.count for pool in (*stage_pools(config), *scorer_pools(config), *actor_pools(config))]
-    lacking, needs = low_limits(sum(workers)), MachineNeeds.of(config)
-    if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
-        lacking = (
-            f"its control group leaves {gib(left)} of memory, and the run takes about {gib(needs.memory.size_bytes)} "
-            f"({needs.memory.parts}): raise the group's limit, or lower actors.num_actors or actors.kv_cache_gib"
-        )
-    return replace(plan, lacking=lacking)
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Parameters of each tensor of a model; empty where it is not here."""
-    return {name: math.prod(tensor.shape) for name, tensor in tensors_in(folder).items()}
-
-
-def _num_served(sizes: Mapping[str, int]) -> int:
-    """Parameters, with a head that is the embedding: it is served, and held by the first and the last stage, apart."""
-    return sum(sizes.values()) + sum(
-        size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes
-    )
-
-
-def _in_stages(config: Config, num_trained: int) -> int:
-    """Bytes of host memory per parameter that all stages hold together, without what they publish."""
-    return config.learner.num_replicas * num_trained * (CHECKPOINT_BYTES + TRAINED_BYTES * _trains_on_cpu(config))
-
-
-def _trains_on_cpu(config: Config) -> bool:
-    learner = config.learner
-    pools = [pool.gpus for pool in config.pools.values() if pool.role == "learner" and pool.gpus is not None]
-    return learner.device == "cpu" or (learner.device == "auto" and not max([learner.gpus, *pools]))
-
-
-def _frozen_bytes(config: Config, num_served: int) -> int:
-    """Host memory that all stages hold together of the models that score; without any of its own it is the model."""
-    kept_in = ("cpu", "none") if _trains_on_cpu(config) else ("cpu",)
-    if not config.algorithm.needs.reference or config.learner.reference_offload not in kept_in:
-        return 0
-    return config.learner.num_replicas * REFERENCE_BYTES * _num_frozen(config, num_served)
-
-
-def _num_frozen(config: Config, num_served: int) -> int:
-    return sum([_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served])
-
-
-def _of_scorers(config: Config, num_served: int) -> dict[str, int]:
-    """Bytes of host memory that scorers hold, where there are some: each has the whole of what scores."""
-    if not (pools := scorer_pools(config)):
-        return {}
-    on_cpu = REFERENCE_BYTES * _num_frozen(config, num_served)
-    held = sum(pool.count * (STAGE_BYTES + (0 if pool.bundle.get("GPU") else on_cpu)) for pool in pools)
-    return {f"{sum(pool.count for pool in pools)} scorers": held}
-
-
-def _of_prompts(task: TaskConfig, num_actors: int) -> dict[str, int]:
-    """Return the bytes that this command and all actors hold of a large file of prompts; nothing for a small one."""
-    files = [task.path, task.heldout_path] if isinstance(task, FileTask) else []
-    size_bytes = PROMPT_BYTES * sum(os.path.getsize(file) for file in files if file and os.path.exists(file))
-    return {"prompts": (1 + num_actors) * size_bytes} if size_bytes > LARGE_BYTES else {}
-
-
-def _queues_bytes(config: Config) -> int:
-    """At most, where all of them are on this machine."""
-    split = [pool for pool in actor_pools(config) if pool.config.tensor_parallel_size > 1]
-    queues = sum(pool.count * (BROADCAST_BYTES + pool.config.tensor_parallel_size * ANSWERS_BYTES) for pool in split)
-    num_ranks = sum(pool.count for pool in stage_pools(config) if pool.bundle.get("GPU"))
-    return queues + (num_ranks * NCCL_BYTES if num_ranks > 1 else 0)
-
-
-def _buffer_bytes(config: Config) -> int:
-    """At most: all samples of the run, as long as they may be, or what the buffer may hold."""
-    learner, buffer = config.learner, config.buffer
-    num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
-    longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES
-    most = min(num_samples * 5 // 4, buffer.capacity_trajectories) * longest
-    return min(most, int(buffer.capacity_gib * GIB)) if buffer.capacity_gib else most
-
-
-def weights_of_engines(config: Config) -> dict[str, int]:
-    """Bytes on each GPU of an engine, by pool; of pools with GPUs, where the model is here."""
-    num = _num_served(_sizes(Path(config.model.path))) if config.model.path is not None else 0
-    with_gpus = [pool for pool in actor_pools(config) if pool.config.gpus] if num else []
-    return {pool.name: _BYTES[pool.config.dtype] * num // pool.config.tensor_parallel_size for pool in with_gpus}
-
-
 # --- what a config would do ---------------------------------------------------------------------------
 
 
@@ -335,6 +156,41 @@ def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
         f"the profile has no engine like those of pool '{pool.name}': {why}. Take one with this config: `leeway "
         "profile CONFIG.toml`"
     )
+
+
+# --- simulated ---------------------------------------------------------------------------------------
+
+
+def predict(world: World, *, samples: int = MANY_SAMPLES) -> Prediction:
+    """Simulate a world under several seeds, as many steps as so many samples are."""
+    contract = world.contract
+    per_step = contract.groups_per_step * world.group_size
+    steps = max(LEAST_STEPS, samples // (NUM_SEEDS * per_step))
+    warm_up = max(4, contract.capacity() // contract.groups_per_step * 2)
+    found = [Simulation(world, seed).run(steps + warm_up, warm_up) for seed in range(NUM_SEEDS)]
+    rates = [each.samples_per_s for each in found]
+    reach = _T * stdev(rates) / NUM_SEEDS**0.5
+    rate = fmean(rates)
+    return Prediction(
+        samples_per_s=rate,
+        low=max(0.0, rate - reach),
+        high=rate + reach,
+        step_s=fmean(each.busy_s / max(1, each.num_steps) for each in found),
+        token_s=fmean(_token_s(world, each) for each in found),
+        learner_busy=fmean(each.learner_busy for each in found),
+        slots_used=fmean(each.slots_used for each in found),
+        drop_share=fmean(each.drop_share for each in found),
+        lag_mean=fmean(each.lag_mean for each in found),
+        binds=Counter(each.binds for each in found).most_common(1)[0][0],
+        price_per_1000=fmean(each.price_per_1000 for each in found) if found[0].price else None,
+    )
+
+
+def _token_s(world: World, found: Outcome) -> float:
+    """What a step of an engine took on average, from how many samples it had and how many tokens it made."""
+    slots = {pool.name: pool.count * pool.config.max_running_samples for pool in world.pools}
+    used = sum(found.slots_used_by_pool.get(name, 0.0) * count for name, count in slots.items())
+    return used * found.seconds / found.num_tokens if found.num_tokens else 0.0
 
 
 # --- the patch ----------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def _with(pools: Sequence[PoolState], pool: PoolState, count: int) -> list[PoolS
 
 
 class Autoscale:
-    """Looks at each step, and says what should change; acting is its caller's."""
+    """Looks at each step, and says what should change; acting is its caller's. Loaded by `launch.train`."""
 
     def __init__(self, config: Config) -> None:
         """Of a run that has not taken a step."""
@@ -226,7 +226,7 @@ class Autoscale:
         Of `pools`, `wanted` counts the actors that are neither lost nor leaving: nobody waits for the others.
         """
         before, self._before = self._before, row
-        if self.mode == "off" or before is None or row["skipped"]:
+        if before is None or row["skipped"]:
             return None
         if (row["step"], row["restarts"]) != (before["step"] + 1, before["restarts"]):  # what lies between is no step
             return None
