@@ -4,7 +4,7 @@ engine    Engine: generates with vLLM, and takes newer weights while it does
 engine_setup  its arguments and environment; EngineSockets: where vLLM's own sockets lie, and their end
 engine_output  Generation: what one request generated, whole or in part
            EngineStats: what its steps cost, how full its cache is, whom it preempts
-kv_gate   KvGate, Slots: which samples the engine starts, as its cache has room for them to their end
+admission  Admission: which samples the engine starts; by default as `planning.kv_gate` decides, or a semaphore
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
 reward_process  RewardProcess: where a reward function runs, and may hang or crash

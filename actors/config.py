@@ -10,6 +10,8 @@ from actors.tasks.config import TaskConfig
 from buffer.config import MAX_GROUP_SIZE, BufferConfig
 from weight_sync.config import WeightSyncConfig
 
+AdmissionName = Literal["slots", "cache"]
+
 READY_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
 """How long vLLM waits for an engine's processes; it reads it as it loads, so whoever starts an actor sets it."""
 OFFLINE_ENV = "LEEWAY_TOOK_OFFLINE"
@@ -41,6 +43,11 @@ class ActorsConfig(BaseModel):
     max_prompt_tokens: PositiveInt = Field(default=64, description="A longer prompt is refused at start-up.")
     max_running_samples: PositiveInt = Field(
         default=64, description="Samples that one actor generates at once, if its engine has room."
+    )
+    admission: AdmissionName = Field(
+        default="cache",
+        description="When a sample starts: 'slots': as soon as fewer than max_running_samples run; 'cache': when the "
+        "engine's cache is likely to hold all that run to their end, so that few are preempted.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Serving precision.")
     kv_cache_gib: PositiveFloat | None = Field(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from actors.admission import KvCache
 from actors.config import ActorsConfig
 from actors.engine_output import (
     EngineError,
@@ -28,7 +29,6 @@ from actors.engine_output import (
     stat_logger,
 )
 from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
-from actors.kv_gate import KvCache
 from buffer.schema import Prefix
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from actors.kv_gate import KvCache
+from actors.admission import KvCache
 from buffer.schema import HANDED_ON, Prefix, VersionSpan
 from common.costs import Moments
 from common.staleness import PolicyVersion

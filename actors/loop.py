@@ -277,7 +277,7 @@ class ActorLoop:
             num_tokens_lost=counts.num_tokens_lost,
             settled_s=counts.settled_s,
             num_running=self._maker.busy.num_running,
-            num_slots=self._maker.slots.at_once(),
+            num_slots=self._maker.admission.at_once(),
             running_s=self._maker.busy.running_s(),
             busy_intervals=self._maker.busy.take(),
             refused=self._follower.refused,
@@ -305,7 +305,7 @@ class ActorLoop:
         held = self._held.values()
         num_to_generate = sum(len(each.to_generate) for each in held)
         num_open = sum(len(each.open) for each in held)
-        return self._config.room(num_to_generate, num_open, self._num_ahead, self._maker.slots.at_once())
+        return self._config.room(num_to_generate, num_open, self._num_ahead, self._maker.admission.at_once())
 
     async def _lease_groups(self) -> None:
         """Lease whenever there is room, until the buffer drains."""
@@ -317,7 +317,7 @@ class ActorLoop:
                 await self._room_changed.wait()
                 continue
             asked_s = self._clock()
-            wants = self._maker.slots.needs_lengths
+            wants = self._maker.admission.needs_lengths
             asked = self._client.lease(room, self._pool, self._engine.step_s, wants_lengths=wants)
             grant = await self._handing_on.granted(asked)
             self._follower.hear_of(PolicyVersion(*grant.newest))

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from actors.admission import KvSample, SampleKey, admission_of
 from actors.config import ActorsConfig
 from actors.engine import Engine, EngineDead
 from actors.engine_output import Generation
-from actors.kv_gate import KvGate, KvSample, Slots
 from actors.report import BusyClock, Counts
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
@@ -136,11 +136,10 @@ class SampleMaker:
         self._follower = follower
         self._scorer = scorer
         self._decoder = decoder
-        gate: KvGate[tuple[int, int]] = KvGate(config, engine.cache)
-        self.slots = Slots(gate, lambda: engine.num_steps)
+        self.admission = admission_of(config, engine.cache, lambda: engine.num_steps)
         # its own, for samples hold theirs while an evaluation keeps them waiting
-        self._evaluation_slots = asyncio.Semaphore(gate.num_sure)
-        self._started_s: dict[tuple[int, int], float] = {}
+        self._evaluation_slots = asyncio.Semaphore(self.admission.num_sure)
+        self._started_s: dict[SampleKey, float] = {}
         """Of the samples in the engine."""
         self.busy = BusyClock()
         self.counts = Counts()
@@ -162,13 +161,13 @@ class SampleMaker:
             return Completed(whole, prefix.started_s, wall_time())
         key, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
         generation: Generation | None = None
-        await self.slots.take(key, sample)
+        await self.admission.admit(key, sample)
         try:
             if prefix is not None:  # no token is of an older version than the one before it
                 await self._follower.catch_up(prefix.newest)
             await self._follower.admit(lease.min_version)
             _, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
-            self.slots.begin(key, sample)
+            self.admission.begin(key, sample)
             started_s = wall_time() if prefix is None else prefix.started_s
             self._started_s[key] = started_s
             self.busy.enter()
@@ -190,7 +189,7 @@ class SampleMaker:
 
     def _to_run(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: int
-    ) -> tuple[tuple[int, int], KvSample]:
+    ) -> tuple[SampleKey, KvSample]:
         """A sample by its key in the engine, and what it may come to hold of the engine's cache."""
         longest, there = self._config.max_new_tokens, 0 if prefix is None else len(prefix.token_ids)
         limit = longest if prefix is not None else min(longest, hand_on_at or longest)
@@ -198,12 +197,12 @@ class SampleMaker:
             lease.group_id, len(problem.token_ids), limit, there, lease.usual_tokens
         )
 
-    def _free(self, key: tuple[int, int], sample: KvSample, generation: Generation | None) -> None:
+    def _free(self, key: SampleKey, sample: KvSample, generation: Generation | None) -> None:
         """Its slot is another's; what was interrupted says nothing of lengths."""
         num_tokens = 0 if generation is None else len(generation.token_ids)
         is_cut = generation is not None and num_tokens >= sample.limit
         is_over = generation is not None and (generation.finish_reason == "stop" or is_cut)
-        self.slots.free(key, num_tokens if is_over else None, is_cut=is_cut)
+        self.admission.end(key, num_tokens if is_over else None, is_cut=is_cut)
 
     def is_in_engine(self, lease: Lease, sample_index: int) -> bool:
         return self._engine.runs((lease.lease_id, sample_index))

@@ -30,9 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from actors.admission import KvSample
 from actors.config import ActorsConfig
 from actors.engine import Engine
-from actors.kv_gate import KvGate, KvSample, Slots
 from actors.report import BusyClock
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
@@ -41,6 +41,7 @@ from benchmarks.overlap_parts import long_tail
 from buffer.length_model import LengthModel
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
+from planning.kv_gate import CacheAdmission, KvGate
 
 PAGE = RESULTS / "kv_gate.md"
 FIXED = (20, 28, 36, 44, 64)
@@ -130,7 +131,7 @@ class BusyActor:
         Returns:
             `tokens_per_s`: of completions that ended; `running`: samples, mean; `preempted`: preemptions per sample.
         """
-        slots, engine = Slots(gate, lambda: float(self._engine.num_steps)), self._engine
+        slots, engine = CacheAdmission(gate, lambda: float(self._engine.num_steps)), self._engine
         open_: dict[int, int] = {}
         ended: list[int] = []
         room_changed = asyncio.Event()
@@ -147,11 +148,11 @@ class BusyActor:
         async def sample(number: int, prompt: int, usual: float) -> int:
             key, tokens = next(self._seeds), self._prompts[prompt]
             open_[key] = number
-            await slots.take(key, KvSample(number, len(tokens), config.max_new_tokens, 0, usual))
+            await slots.admit(key, KvSample(number, len(tokens), config.max_new_tokens, 0, usual))
             busy.enter()
             made = len((await engine.generate(tokens, seed=key)).token_ids)
             busy.leave()
-            slots.free(key, made, is_cut=made >= config.max_new_tokens)
+            slots.end(key, made, is_cut=made >= config.max_new_tokens)
             del open_[key]
             ended.append(made)
             room_changed.set()

@@ -6,6 +6,7 @@ verbs      `leeway profile` and `leeway plan`
 profiling  what a run cost, from folders of runs; two short ones that are made for it
 planner    Planner: the best plan of a config on its hosts (`plans`: hosts, what a run would do, by
            simulated runs, the patch)
+kv_gate    KvGate: which samples an engine starts, as its cache has room for them to their end
 autoscale  pools of actors that follow the lengths and costs of a run
 
 The simulator, which needs neither torch nor vLLM nor Ray:

@@ -23,9 +23,10 @@ from math import inf
 from random import Random
 from typing import Any
 
-from actors.kv_gate import KvGate, KvSample
+from actors.admission import KvSample
 from common.staleness import PolicyVersion
 from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
+from planning.kv_gate import KvGate
 from planning.lengths import PromptStream
 from planning.world import EnginePool, Outcome, Scores, TokenClock, World
 

@@ -11,11 +11,12 @@ from heapq import heappop, heappush
 from math import inf, sqrt
 from typing import Any, Generic, Literal, TypeVar
 
+from actors.admission import KvCache
 from actors.config import ActorsConfig
-from actors.kv_gate import KvCache, KvGate
 from buffer.config import BufferConfig
 from common.costs import TokenTime
 from common.staleness import StalenessContract
+from planning.kv_gate import KvGate
 from planning.lengths import LengthLaw, PromptStream
 
 K = TypeVar("K")
@@ -43,8 +44,8 @@ class EnginePool:
     price: float = 0.0
 
     def gate(self) -> KvGate[Any] | None:
-        """Of one engine in which nothing runs; None where its cache holds whatever it runs."""
-        if self.kv_tokens == inf:
+        """Of one engine in which nothing runs; None if its cache holds whatever it runs, or slots alone decide."""
+        if self.kv_tokens == inf or self.config.admission == "slots":
             return None
         gate: KvGate[Any] = KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
         return gate if gate.needs_lengths else None

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.admission import KvCache, KvSample, admission_of
 from actors.config import ActorsConfig
-from actors.kv_gate import KvCache, KvGate, KvSample, Slots
+from planning.kv_gate import CacheAdmission, KvGate
 from tests.unit.fake_actor import until
 
 K = 8
@@ -258,32 +259,32 @@ def test_the_cache_is_nearly_full_and_hardly_anything_is_preempted():
 
 async def test_samples_take_slots_in_order_and_wait_for_room():
     gate = KvGate(CONFIG, KvCache(12, 32, shares_prompts=False))  # 8 blocks each, as far as is known
-    slots, order = Slots(gate, lambda: 0.0), []
+    slots, order = CacheAdmission(gate, lambda: 0.0), []
 
     async def run(key):
-        await slots.take(key, sample(key))
+        await slots.admit(key, sample(key))
         order.append(key)
 
     tasks = [asyncio.create_task(run(key)) for key in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert order == [0]
-    slots.free(0, 240, is_cut=True)
+    slots.end(0, 240, is_cut=True)
     await until(lambda: order == [0, 1])
     assert len(gate) == 1
-    slots.free(1)
+    slots.end(1)
     await asyncio.gather(*tasks)
     assert order == [0, 1, 2]
 
 
 async def test_whoever_is_cancelled_while_it_waits_or_as_its_turn_comes_leaves_nothing():
     gate = KvGate(ActorsConfig(max_running_samples=1), None)
-    slots = Slots(gate, lambda: 0.0)
-    await slots.take(0, sample())
-    waits, next_one, last = (asyncio.create_task(slots.take(key, sample())) for key in (1, 2, 3))
+    slots = CacheAdmission(gate, lambda: 0.0)
+    await slots.admit(0, sample())
+    waits, next_one, last = (asyncio.create_task(slots.admit(key, sample())) for key in (1, 2, 3))
     await asyncio.sleep(0)
     waits.cancel()
-    slots.free(0)  # the first that waits is cancelled already, and has not heard of it
+    slots.end(0)  # the first that waits is cancelled already, and has not heard of it
     next_one.cancel()  # it is its turn, and it has not heard of that
     with pytest.raises(asyncio.CancelledError):
         await next_one
@@ -291,7 +292,7 @@ async def test_whoever_is_cancelled_while_it_waits_or_as_its_turn_comes_leaves_n
         await waits
     await asyncio.wait_for(last, 1)
     assert len(gate) == 1
-    slots.free(3)
+    slots.end(3)
     assert len(gate) == 0
 
 
@@ -299,7 +300,7 @@ def test_a_sample_that_begins_later_than_its_slot_has_made_nothing_until_then():
     found = []
     for began, begins in ((0.0, False), (0.0, True), (100.0, False)):
         gate = gate_that_saw([[10] * 4 + [200] * 4] * 100)
-        slots = Slots(gate, lambda: 100.0)
+        slots = CacheAdmission(gate, lambda: 100.0)
         for key in range(5):
             gate.start(key, sample(key), began)
             if begins:
@@ -308,3 +309,18 @@ def test_a_sample_that_begins_later_than_its_slot_has_made_nothing_until_then():
         assert len(gate) == 5
     made_100, begun, fresh = found
     assert begun == fresh != made_100
+
+
+async def test_the_key_says_who_decides_and_slots_alone_do_not_look_at_the_cache():
+    cache = KvCache(8, 32, shares_prompts=False)  # of one sample, as far as is known
+    by_slots = admission_of(CONFIG.model_copy(update={"admission": "slots"}), cache, lambda: 0.0)
+    assert isinstance(admission_of(CONFIG, cache, lambda: 0.0), CacheAdmission)
+    assert by_slots.num_sure == by_slots.at_once() == CONFIG.max_running_samples
+    assert not by_slots.needs_lengths
+    for key in range(CONFIG.max_running_samples):
+        await asyncio.wait_for(by_slots.admit(key, sample(key)), 1)
+    waits = asyncio.create_task(by_slots.admit(-1, sample()))
+    await asyncio.sleep(0)
+    assert not waits.done()
+    by_slots.end(0, 240, is_cut=True)
+    await asyncio.wait_for(waits, 1)

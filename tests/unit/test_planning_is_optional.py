@@ -43,3 +43,17 @@ def test_the_help_names_the_verbs_of_planning_and_says_all_of_the_one_that_is_as
         with pytest.raises(SystemExit):
             parse([verb, "--help"])
         assert "--out" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_an_actor_whose_key_says_slots_loads_nothing_of_planning():
+    shown = """
+import sys
+from actors.admission import admission_of
+from actors.config import ActorsConfig
+for name in ("slots", "cache"):
+    admission_of(ActorsConfig(admission=name), None, lambda: 0.0)
+    print([name for name in sys.modules if name.startswith("planning.")])
+"""
+    ended = subprocess.run([sys.executable, "-c", shown], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == ["[]", "['planning.kv_gate']"]

@@ -1,7 +1,7 @@
 """Which samples an engine starts, so that its cache is likely to have room for them to their end.
 
-KvGate  decides; of a real engine and of a simulated one
-Slots   the samples of an actor that wait for its decision, in order
+KvGate          decides; of a real engine and of a simulated one
+CacheAdmission  `actors.admission = "cache"`: the samples of an actor that wait for its decision, in order
 
 An engine whose cache is full preempts: it throws away the keys and values of a running sample, and computes them anew
 later. A number of slots that rules that out leaves most of the cache empty, for few samples are as long as they may be.
@@ -23,11 +23,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, inf, log
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from actors.admission import KvCache, KvSample
 from actors.config import ActorsConfig
 
 K = TypeVar("K", bound=Hashable)
@@ -43,28 +44,6 @@ _LIKE_GROUPS = 4.0
 """What is assumed of the correlation of siblings weighs as much as so many groups of them, as alike as not."""
 _KEPT = 0.99
 """Of what earlier groups say of it, after one more."""
-
-
-class KvCache(NamedTuple):
-    """The room of an engine for keys and values."""
-
-    num_blocks: int
-    block_tokens: int
-    shares_prompts: bool
-    """Samples of a group have the whole blocks of their prompt in common."""
-
-
-class KvSample(NamedTuple):
-    """A sample that is to run."""
-
-    group: int
-    prompt_tokens: int
-    limit: int
-    """Completion tokens that it has at most when it leaves the engine."""
-    there: int = 0
-    """Completion tokens that it goes on from."""
-    usual_tokens: float = 0.0
-    """Geometric mean of those that samples of its prompt are likely to have; 0: not known."""
 
 
 @dataclass(slots=True)
@@ -286,13 +265,14 @@ def _times(longest: float) -> Floats:
     return np.unique(np.rint(max(0.0, longest - 1.0) * np.linspace(0.0, 1.0, _NUM_TIMES) ** 2))
 
 
-class Slots(Generic[K]):
-    """Those of one engine. Who came first is first; who is first and does not fit yet holds back those behind."""
+class CacheAdmission:
+    """Samples that wait for the gate of one engine, FIFO: the first that does not fit yet holds back those behind."""
 
-    def __init__(self, gate: KvGate[K], now: Callable[[], float]) -> None:
-        """All are free; `now` as `KvGate` has it."""
+    def __init__(self, gate: KvGate[Any], now: Callable[[], float]) -> None:
+        """Nothing waits; `now` as `KvGate` has it."""
         self._gate, self._now = gate, now
-        self._waiting: deque[tuple[asyncio.Future[None], K, KvSample]] = deque()
+        self.num_sure = gate.num_sure
+        self._waiting: deque[tuple[asyncio.Future[None], Hashable, KvSample]] = deque()
 
     @property
     def needs_lengths(self) -> bool:
@@ -303,7 +283,7 @@ class Slots(Generic[K]):
         is_full = self._gate.needs_lengths and self._waiting
         return max(1, len(self._gate)) if is_full else self._gate.slots(self._now())
 
-    async def take(self, key: K, sample: KvSample) -> None:
+    async def admit(self, key: Hashable, sample: KvSample) -> None:
         turn = asyncio.get_running_loop().create_future()
         waits = turn, key, sample
         self._waiting.append(waits)
@@ -313,18 +293,18 @@ class Slots(Generic[K]):
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # its turn has come all the same
-                self.free(key)
+                self.end(key)
             elif waits in self._waiting:
                 self._waiting.remove(waits)
                 self._next()
             raise
 
-    def begin(self, key: K, sample: KvSample) -> None:
+    def begin(self, key: Hashable, sample: KvSample) -> None:
         """It begins only now, for it had to wait for something else."""
         self._gate.start(key, sample, self._now())
 
-    def free(self, key: K, num_tokens: int | None = None, *, is_cut: bool = False) -> None:
-        """As `KvGate.end`; whoever is next gets it."""
+    def end(self, key: Hashable, num_tokens: int | None = None, *, is_cut: bool = False) -> None:
+        """As `KvGate.end`; then the next that wait are admitted."""
         self._gate.end(key, num_tokens, is_cut=is_cut)
         self._next()
 
@@ -335,3 +315,8 @@ class Slots(Generic[K]):
             if not turn.cancelled():
                 self._gate.start(key, sample, now)
                 turn.set_result(None)
+
+
+def cache_admission(config: ActorsConfig, cache: KvCache | None, now: Callable[[], float]) -> CacheAdmission:
+    """Return the admission of `actors.admission = "cache"`; arguments as `actors.admission.admission_of`."""
+    return CacheAdmission(KvGate(config, cache), now)
