@@ -1,8 +1,8 @@
 """What comes out of an engine, as vLLM says it: what requests generated, what steps cost, how full the cache is.
 
 Generation   what one request generated, whole or in parts
-EngineStats  counts of steps, cache and preemptions, for an EngineReport. The law of the steps is fitted as the engine
-             works, so that whoever plans knows how fast it would be with all slots filled.
+EngineStats  counts of steps, cache and preemptions, for an EngineReport, and sums of the steps, from which their law
+             can be fitted
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from actors.admission import KvCache
 from buffer.schema import HANDED_ON, Prefix, VersionSpan
-from common.costs import Moments
 from common.staleness import PolicyVersion
+from common.sums import Sums
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,7 +111,7 @@ class EngineReport:
     kv_usage: float = 0.0
     """Greatest share of the cache in use since the last report."""
     moments: tuple[float, ...] = ()
-    """`common.costs.Moments` of its steps, by the terms of `TokenTime`; none before there were steps.
+    """`common.sums.Sums` of the seconds of its steps; none before there were steps.
 
     Those after an idle moment or a weight update are left out.
     """
@@ -125,8 +125,8 @@ class EngineStats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Of an engine that has done nothing yet."""
         self._clock = clock
-        self._moments = Moments(4)
-        """By the terms of `common.costs.TokenTime`."""
+        self._moments = Sums(4)
+        """By 1, running samples, tokens of context and computed prompt tokens."""
         self.num_steps = 0
         """All so far, also those that are not measured: a running sample's context grows by a token in each."""
         self._running = 0

@@ -46,9 +46,9 @@ from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.runs import FinishedRun, Row
 from buffer.config import BufferConfig
-from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
 from planning.autoscale import ABOVE, Following, PoolState, StepFacts
+from planning.costs import TokenTime
 from planning.lengths import LengthLaw
 from planning.world import Costs, EnginePool, World
 

@@ -43,9 +43,9 @@ from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.runs import FinishedRun
-from common.costs import TokenTime
 from launch.config import load_config
 from launch.run_folder import RunFolder
+from planning.costs import TokenTime
 from planning.profiling import costs_of, profile_of
 from planning.simulator import Simulation
 from planning.world import Costs

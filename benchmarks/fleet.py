@@ -34,11 +34,11 @@ from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.runs import FinishedRun, train
-from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
 from launch.pools import actor_pools
 from launch.run_folder import RunFolder
+from planning.costs import TokenTime
 from planning.lengths import LengthLaw
 from planning.profiling import costs_of
 from planning.simulator import Simulation

@@ -35,7 +35,7 @@ from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm, environment
 from benchmarks.lib.runs import FinishedRun, train
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
-from buffer.length_model import ks_distance
+from buffer.lengths import ks_distance
 from launch.observe.status import StatusError, read_status
 
 PAGE = RESULTS / "handed_on.md"

@@ -38,10 +38,10 @@ from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import end_at_sigterm
 from benchmarks.overlap_parts import long_tail
-from buffer.length_model import LengthModel
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
 from planning.kv_gate import CacheAdmission, KvGate
+from planning.length_model import LengthModel
 
 PAGE = RESULTS / "kv_gate.md"
 FIXED = (20, 28, 36, 44, 64)

@@ -18,7 +18,8 @@ The rules, each in the given transaction
     samplers    which of the groups that are ready a step takes
     groups      the life of a group of samples, and which groups leave a store that is full
     nonsense    who sent what is not believed, and the quarantine, where the newest of it is kept
-    length_model  LengthModel: how long answers will be; Fidelity: what was generated against what is trained
+    prompts     which prompt is leased next; Dispatcher: to whom (`dispatch`: prompt laws)
+    lengths     Fidelity: which lengths were generated, and which of them are trained
     ledger      where every issued sample is, and the identities that must hold
 The store
     store       Store: the LMDB environment of a folder (`pages` checks its file)

@@ -74,10 +74,10 @@ class BufferConfig(BaseModel):
         "most so many times groups_per_step of them, rounded up; what is more enters the step. 0 sets none aside.",
     )
     dispatch: PolicyName = Field(
-        default="by_deadline",
-        description="Who gets which prompt where actors are not equally fast: 'by_deadline' gives those whose answers "
-        "a slower one would not make in time to a faster one, 'longest_first' the longest to whoever asks, 'in_order' "
-        "the next. None chooses what is trained.",
+        default="in_order",
+        description="Which prompt an actor gets: 'in_order' the next; 'by_deadline', if some actors are faster than "
+        "others, one whose answers a slower actor would not make in time; 'longest_first' the one with the longest "
+        "answers. None chooses what is trained.",
     )
     prompt_law: LawName = Field(
         default="epoch",

@@ -185,10 +185,10 @@ class BufferCore:
             taken = self.scoring.take(tx, message.max_tokens)
             return p.UnscoredReply(taken.record_ids), b"" if taken.batch is None else schema.write_stream(taken.batch)
         if isinstance(message, p.VisitsRequest):
-            reply, visits = self.groups.prompts.visits()
+            reply, visits = self.groups.prompts.dispatcher.visits()
             return reply, schema.write_stream(visits)
         if isinstance(message, p.Expect):
-            self.groups.prompts.expect(message, self._read(tx, body, schema.EXPECTED, sender))
+            self.groups.prompts.dispatcher.expect(message, self._read(tx, body, schema.EXPECTED, sender))
             return p.Done(), b""
         answer = self._answers.get(type(message))
         if answer is None:

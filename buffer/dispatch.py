@@ -1,6 +1,6 @@
-"""Which prompt is next, and for whom: prompt laws and policies of dispatch. Used by leases, and by their simulation.
+"""Which prompt is next, and for whom: prompt laws and dispatch. Used by leases, and by their simulation.
 
-A law says which prompts are leased next, and of how many samples their groups are.
+A law says which prompts are leased next.
 
     epoch      the data's order: each epoch of it has every prompt once
     uniform    by chance, every prompt alike
@@ -17,29 +17,15 @@ over all samples i of the prompt; s_i is 1 where it succeeded, and 0 where not; 
 of which nothing is known, or all is long ago, has the uniform distribution and the weight 1/6; the greatest is 1/4. The
 expectation is what drawing p from its posterior and weighing by p (1 - p) comes to on average, without the noise.
 
-A group of K samples is informative where some of them succeed, and some do not:
-
-    I(K) = 1 - E[p^K + (1 - p)^K] = 1 - (B(a + K, b) + B(a, b + K)) / B(a, b),   1 - 2 / (K + 1) where nothing is known
-
-A prompt that fails more often than not may have more samples: as many as make its group as likely to be informative as
-that of a prompt of which nothing is known.
-
-The next prompts of the law wait in a window, and a policy says which of them goes to the engine that asks. A new window
-begins where the old one is empty: whatever the policy, every prompt leaves it, so it decides who generates what, and
-not what is trained. No engine that asks is sent away. Prompts whose group was dropped go before the window, to a lane
-that will not be late with them again. Lanes are the pools of actors; what tells them apart is the time of a token.
-
-    in_order       the first that waits
-    longest_first  the longest
-    by_deadline    a prompt is late for a lane that would not make its longest sample within what the lag budget leaves:
-                   lanes that would take such prompts first, the longest first, and all lanes take all others in order.
-                   What was not known to be late, and comes near it, goes on on a faster lane
+The next prompts of a law that draws by chance wait in a window, and dispatch chooses which of them goes to the actor
+that asks. A new window begins where the old one is empty: every prompt leaves it, so dispatch decides who generates
+what, and not what is trained. `buffer.dispatch = "in_order"` gives the first that waits (`buffer.prompts`); the others
+lie in `planning.dispatch`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from math import exp, inf
 from typing import Literal, NamedTuple, Protocol
@@ -60,10 +46,6 @@ WINDOW_STEPS = 4
 a window are less alike."""
 MOST_LOOKED_AT = 32
 """Prompts that came back, for each lease."""
-HAND_ON_SHARE = 0.7
-"""Of the tokens that a lane makes in time: a sample that has so many goes on on a faster one."""
-_ALIKE = 1.1
-"""Lanes whose tokens take so little longer are of one speed."""
 _NEWEST = 0.1
 """Weight of the newest in running means."""
 _PRIOR = 1.0
@@ -75,8 +57,6 @@ _AT_ONCE = 4
 _BY_CHANCE = 3
 """Tells the chance of prompts from that of most draws, under one seed. NumPy pads seeds with zeros: draws of step 3
 share it, and the order of epoch n shares that of step n by incarnation 0 there."""
-_ROUNDING = 1e-9
-"""Chances that differ by no more are the same."""
 
 
 def likely_tokens(there: float) -> float:
@@ -131,12 +111,10 @@ class Waiting(NamedTuple):
 
 
 class Window:
-    """The prompts that wait, in the data's order and by their length."""
+    """The prompts that wait, in the data's order."""
 
     def __init__(self) -> None:
         self._in_order: dict[int, Waiting] = {}
-        self._by_length: list[tuple[float, int]] = []
-        """With the places in the data's order negative: of several that are as long, the next comes last."""
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -150,124 +128,13 @@ class Window:
         self._in_order[waiting.order] = waiting
         if is_back:
             self._in_order = dict(sorted(self._in_order.items()))
-        insort(self._by_length, (waiting.longest, -waiting.order))
 
     def take(self, waiting: Waiting) -> None:
         del self._in_order[waiting.order]
-        del self._by_length[bisect_left(self._by_length, (waiting.longest, -waiting.order))]
-
-    def first(self, at_most: float = inf) -> Waiting | None:
-        """The next of the data's order that is no longer than this."""
-        return next((each for each in self._in_order.values() if each.longest <= at_most), None)
-
-    def longest(self, at_most: float = inf) -> Waiting | None:
-        """The longest that is no longer than this."""
-        place = bisect_right(self._by_length, (at_most, 1))
-        return self._in_order[-self._by_length[place - 1][1]] if place else None
-
-    def shortest(self) -> Waiting:
-        """Of all; the window is not empty."""
-        shortest = self.longest(self._by_length[0][0])
-        assert shortest is not None, "it is as long as itself"
-        return shortest
-
-
-class Speeds(NamedTuple):
-    """How fast the actor is that asks, and how fast the others are."""
-
-    token_s: float
-    """Seconds for a token of each of its samples; 0: not known."""
-    lanes: Sequence[float]
-    """The same of all lanes of which it is known."""
-    budget_s: float
-    """From a lease to the step that must have its group; infinite where there is no bound."""
-
-
-class InOrder:
-    """Gives the first; what it says holds of every policy that does not say otherwise."""
-
-    def needs_lengths(self, num_lanes: int) -> bool:
-        """Does it depend on them where there are so many lanes?"""
-        return False
-
-    def is_in_order(self, speeds: Speeds) -> bool:
-        """Would it take the first of any window? Then none is opened."""
-        return True
-
-    def takes(self, longest: float, speeds: Speeds) -> bool:
-        """May a prompt that came back, with answers of so many tokens, go to this actor? The fastest takes any."""
-        return True
-
-    def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        """What the actor gets of a window, which is not empty."""
-        return next(iter(window))
-
-    def hands_on_at(self, speeds: Speeds) -> float:
-        """A sample that has so many tokens goes on elsewhere; infinite where none does."""
-        return inf
-
-
-class LongestFirst(InOrder):
-    """Gives the longest."""
-
-    def needs_lengths(self, num_lanes: int) -> bool:
-        return True
-
-    def is_in_order(self, speeds: Speeds) -> bool:
-        return False
-
-    def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        return window.longest() or window.shortest()
-
-
-class ByDeadline(InOrder):
-    """Gives what a slower lane would be late with to a lane that would not."""
-
-    def needs_lengths(self, num_lanes: int) -> bool:
-        return num_lanes > 1
-
-    def is_in_order(self, speeds: Speeds) -> bool:
-        """Where there is one speed, or no deadline."""
-        return speeds.token_s <= 0.0 or speeds.budget_s == inf or max(speeds.lanes) <= _ALIKE * min(speeds.lanes)
-
-    def takes(self, longest: float, speeds: Speeds) -> bool:
-        """One that came back because it was late must not be late again."""
-        return self.is_in_order(speeds) or longest <= self._in_time(speeds)
-
-    def choose(self, window: Window, speeds: Speeds) -> Waiting:
-        """The longest that slower lanes would be late with, else the first that this one makes in time.
-
-        A lane that would be late with all takes the shortest, for no engine idles. All but what is late goes in order,
-        so that the steps of a window are as mixed as the data: were each lane to take the longest that it makes in
-        time, the first steps would have the long answers and the last the short ones.
-        """
-        if self.is_in_order(speeds):
-            return next(iter(window))
-        in_time = self._in_time(speeds)
-        slower = [each for each in speeds.lanes if each > _ALIKE * speeds.token_s]
-        longest = window.longest(in_time)
-        if longest is not None and slower and longest.longest > speeds.budget_s / min(slower):
-            return longest
-        return window.first(in_time) or window.shortest()
-
-    def hands_on_at(self, speeds: Speeds) -> float:
-        """What has run so long without an end is likely to run as long again, and would be late here."""
-        return inf if self.is_in_order(speeds) else HAND_ON_SHARE * self._in_time(speeds)
-
-    def _in_time(self, speeds: Speeds) -> float:
-        """Tokens that this lane makes in time; the fastest takes what no lane does."""
-        return inf if speeds.token_s <= _ALIKE * min(speeds.lanes) else speeds.budget_s / speeds.token_s
 
 
 def window_size(groups_per_step: int) -> int:
     return WINDOW_STEPS * groups_per_step
-
-
-POLICIES: Mapping[PolicyName, type[InOrder]] = {
-    "in_order": InOrder,
-    "longest_first": LongestFirst,
-    "by_deadline": ByDeadline,
-}
 
 
 class Tries(msgspec.Struct, frozen=True, array_like=True):

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.config import BufferConfig
-from buffer.length_model import bucket_of
+from buffer.lengths import bucket_of
 from buffer.tables import Group, StoreState
 from buffer.transaction import Transaction
 

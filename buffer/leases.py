@@ -126,7 +126,7 @@ class Leases:
     def grant(self, tx: Transaction, request: LeaseRequest) -> LeaseGrant:
         """Lease groups while admission is open: lost ones first, then returned prompts, then new ones."""
         actor = self.current(tx, request.actor, request.epoch)
-        state, hand_on_at = tx.state, self._groups.prompts.hand_on_at(request)
+        state, hand_on_at = tx.state, self._groups.prompts.dispatcher.hand_on_at(request)
         if request.request_number == actor.last_request:
             return self._granted(tx, actor.last_leases, hand_on_at)
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
@@ -156,7 +156,7 @@ class Leases:
                 lost.append(lease_id)
             else:
                 self._extend(lease_id)
-                self._groups.prompts.renewed(request.actor)
+                self._groups.prompts.dispatcher.renewed(request.actor)
         return RenewReply(lost)
 
     def give_up(self, tx: Transaction, request: GiveUp) -> None:

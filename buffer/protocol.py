@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from buffer.length_model import LengthFidelity
+from buffer.lengths import LengthFidelity
 from common.rpc.messages import RETRY as RETRY
 from common.rpc.messages import ROLES, Count, Message, Protocol, Role
 from common.rpc.messages import Done as Done

@@ -56,7 +56,7 @@ SCORES = pa.schema([_always("record_id", pa.int64()), _always("logprobs", pa.lis
 VISITS = pa.schema(
     [_always("prompt_id", pa.int64()), _always("mean", pa.float32()), _always("variance", pa.float32())], _METADATA
 )
-"""What is known of the lengths of answers to prompts, on its way to the ranker: `buffer.length_model.Visit`."""
+"""What is known of the lengths of answers to prompts, on its way to the ranker: `planning.length_model.Visit`."""
 
 EXPECTED = pa.schema([_always("mean", pa.float32())], _METADATA)
 """What is expected of prompts that follow each other, on its way back."""

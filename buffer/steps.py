@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from buffer import rows, schema
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
-from buffer.length_model import ALARM
+from buffer.lengths import ALARM
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
 from buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
 from buffer.transaction import Transaction

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from buffer.ledger import COMMITTED_STATES, Ledger
-from buffer.length_model import Fidelity, LengthFidelity, Shape
+from buffer.lengths import Fidelity, LengthFidelity, Shape
 from buffer.protocol import Lease
 from common.staleness import PolicyVersion, effective_version
 

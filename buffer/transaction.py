@@ -17,7 +17,7 @@ import xxhash
 
 from buffer.dispatch import Tries, Waiting
 from buffer.errors import CorruptRecord
-from buffer.length_model import Visit
+from buffer.lengths import Visit
 from buffer.rows import records_in
 from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState
 

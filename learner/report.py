@@ -13,7 +13,7 @@ import torch
 
 from algorithms.base import BadInputs, Needs, check_inputs
 from buffer.ledger import LEDGER_METRICS
-from buffer.length_model import LengthFidelity
+from buffer.lengths import LengthFidelity
 from learner.batch import Lag0ByActor, LagByActor, Leaves, StepBatch, lag_by_actor
 from learner.packing import IntArray
 from learner.step import Metrics, StepResult, counted

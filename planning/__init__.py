@@ -6,7 +6,10 @@ verbs      `leeway profile` and `leeway plan`
 profiling  what a run cost, from folders of runs; two short ones that are made for it
 planner    Planner: the best plan of a config on its hosts (`plans`: hosts, what a run would do, by
            simulated runs, the patch)
+dispatch   DeadlineDispatcher: who gets which prompt, by how long its answers will be (`length_model`)
+ranking    Ranker: predicts lengths of answers to new prompts (`ranker_service`: its process)
 kv_gate    KvGate: which samples an engine starts, as its cache has room for them to their end
+fused      FusedPasses: policy and critic model at once (`learner.schedule = "fused"`), in an order of `orders`
 autoscale  pools of actors that follow the lengths and costs of a run
 
 The simulator, which needs neither torch nor vLLM nor Ray:
@@ -17,6 +20,7 @@ world      World: a run as a simulation has it, and what it costs; TokenClock: t
 buffer     SimulatedBuffer: the groups of a simulated run, under the rules of the real one
 simulator  Simulation: a whole run, event by event, decided by the policies of the run itself
 learner    LearnerTime: how long a step takes, for any shape of the learner
+costs      TokenTime, Moments: linear laws of cost, and their fit to what was measured
 profile    Profile: what the parts of a run cost on one machine with one model
 bounds     what each part of a run allows by itself, in closed form
 search     the best of many plans: enumerated, or walked by Metropolis chains

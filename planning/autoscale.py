@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from common.costs import Moments, TokenTime
+from planning.costs import Moments, TokenTime
 
 if TYPE_CHECKING:  # who only simulates it need not wait for torch
     from launch.config import Config

@@ -11,21 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffer.dispatch import (
-    MOST_LOOKED_AT,
-    POLICIES,
-    ByChance,
-    Pace,
-    Speeds,
-    Waiting,
-    Window,
-    likely_tokens,
-    window_size,
-)
+from buffer.dispatch import MOST_LOOKED_AT, ByChance, Pace, Waiting, Window, likely_tokens, window_size
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
-from buffer.length_model import LengthModel, bucket_of
+from buffer.lengths import bucket_of
 from buffer.samplers import build
 from buffer.tables import Group
+from planning.dispatch import POLICIES, Speeds
+from planning.length_model import LengthModel
 from planning.lengths import PromptStream
 from planning.world import EnginePool, World
 

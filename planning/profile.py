@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from common.costs import TokenTime
 from common.files import write_whole
 from learner.packing import CostModel
+from planning.costs import TokenTime
 from planning.learner import LearnerShape, LearnerTime
 from planning.lengths import LengthLaw
 from planning.world import Costs, Scores

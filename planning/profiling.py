@@ -30,7 +30,6 @@ import numpy as np
 from actors.config import ActorsConfig
 from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection, joined
-from common.costs import Moments
 from common.hf_folder import model_identity
 from common.process import usable_cpus
 from launch.checks import check
@@ -42,6 +41,7 @@ from launch.observe.status import RunStatus, StatusError, read_status
 from launch.observe.trace import read
 from launch.pools import actor_pools
 from launch.run_folder import WEIGHTS_KEY, RunFolder
+from planning.costs import Moments
 from planning.learner import NUM_TERMS, LearnerShape, terms
 from planning.lengths import LengthLaw, explained_by_prompt
 from planning.profile import EngineCosts, LearnerCosts, MachineFacts, Profile, SampleFacts, WeightCosts

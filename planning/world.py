@@ -14,8 +14,8 @@ from typing import Any, Generic, Literal, TypeVar
 from actors.admission import KvCache
 from actors.config import ActorsConfig
 from buffer.config import BufferConfig
-from common.costs import TokenTime
 from common.staleness import StalenessContract
+from planning.costs import TokenTime
 from planning.kv_gate import KvGate
 from planning.lengths import LengthLaw, PromptStream
 

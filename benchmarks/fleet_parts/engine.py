@@ -20,9 +20,9 @@ from actors.engine import EngineDead, RequestKey, UpdateTiming
 from actors.engine_output import EngineReport, Generation
 from benchmarks.fleet_parts.setting import EngineSetting, score_of
 from buffer.schema import HANDED_ON, Prefix, VersionSpan
-from common.costs import Moments
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
+from planning.costs import Moments
 from planning.world import TokenClock
 from weight_sync.store import StagedVersion
 

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from statistics import NormalDist
 
-from common.costs import TokenTime
+from planning.costs import TokenTime
 from planning.lengths import LengthLaw
 
 VARIABLE = "LEEWAY_FLEET"

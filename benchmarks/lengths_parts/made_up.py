@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actors.ranking import Features, expect
 from actors.tasks.task import Problem
-from buffer.dispatch import ByDeadline, Speeds, Waiting, Window, window_size
-from buffer.length_model import LengthModel
+from buffer.dispatch import Waiting, Window, window_size
+from planning.dispatch import ByDeadline, Speeds
+from planning.length_model import LengthModel
+from planning.ranking import Features, expect
 
 Floats = npt.NDArray[np.float64]
 Figures = dict[str, Any]

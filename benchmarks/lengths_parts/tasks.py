@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from actors.config import ActorsConfig
 from actors.engine import Engine
-from actors.ranking import Features, expect
 from actors.tasks.task import Problem, PromptCodec
 from benchmarks.lengths_parts.made_up import LONG, recall
 from benchmarks.lib.machine import smollm2
-from buffer.length_model import LengthModel
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
+from planning.length_model import LengthModel
+from planning.ranking import Features, expect
 
 TASKS = ("chain_sum", "spell_backward", "letter_counting", "word_sorting")
 K, LONGEST, MOST_PROMPT = 8, 128, 320

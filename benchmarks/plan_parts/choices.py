@@ -21,11 +21,11 @@ from benchmarks.fleet_parts.prompts import FleetPrompts
 from benchmarks.fleet_parts.setting import FleetSetting
 from benchmarks.overlap import figures_of
 from benchmarks.plan_parts.predictions import ROUNDS, WARM_UP, Case, config_in, measured
-from common.costs import TokenTime
 from common.hf_folder import model_identity
 from launch.config import Config, load_config, to_toml
 from launch.model_folder import fetch_model
 from launch.pools import actor_pools
+from planning.costs import TokenTime
 from planning.lengths import LengthLaw
 from planning.planner import Planner
 from planning.plans import Host, Keys, as_overrides

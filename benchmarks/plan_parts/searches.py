@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 from benchmarks.lib.lengths import lognormal
-from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config
 from launch.pools import actor_pools
 from planning.bounds import bounds_of
+from planning.costs import TokenTime
 from planning.learner import LearnerShape, LearnerTime
 from planning.search import Best, Plan, Space, metropolis
 from planning.world import Costs, EnginePool, World

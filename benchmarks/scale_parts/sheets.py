@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from common.costs import Moments, TokenTime
+from planning.costs import Moments, TokenTime
 from planning.learner import LearnerShape, LearnerTime
 from planning.world import Costs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.fleet_parts.setting import FleetSetting
 from benchmarks.lib.lengths import lognormal
-from common.costs import TokenTime
+from planning.costs import TokenTime
 
 LAYER_S = 0.06
 """Of a layer, for a micro-batch on its way out; some three times what the tiny model takes to compute it besides."""

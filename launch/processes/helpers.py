@@ -1,33 +1,30 @@
 """Helpers: processes that make a run better, which it neither waits for nor ends with.
 
-Scorers        the workers of pools of role "scorer", which score ahead of the learner
-RankerService  the ranker, which foretells how long answers to new prompts are, where that decides who gets them
+Scorers  the workers of pools of role "scorer", which score ahead of the learner
+ranker   what predicts how long answers to new prompts are, if that decides who gets them; loaded from `planning`
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.plugins import load
 from common.process import uncollected
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
 from launch.pools import WorkerPool, actor_pools, scorer_pools
-from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacedProcess, here, place_of, spawn
+from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacedProcess, place_of, spawn
 from launch.processes.role_process import Notify, Restarts, Role, done, outcome
 
 if TYPE_CHECKING:
-    from actors.config import ActorSections
     from learner.config import LearnerSections
 
-_NICE = 10
-"""The ranker takes what time the others leave."""
+RANKER = "planning.ranker_service:RankerService"
 
 
 class ScorerRole(Role):
@@ -43,23 +40,6 @@ class ScorerRole(Role):
         from learner.reference import ReferenceScorer
 
         ReferenceScorer(context, number).run()
-
-
-class RankerRole(Role):
-    """Hosts the ranker."""
-
-    def __init__(self, log: Path) -> None:
-        super().__init__(log)
-        with contextlib.suppress(OSError):
-            os.nice(_NICE)
-        with uncollected():
-            import actors.ranking  # noqa: F401 -- for `run`
-
-    def run(self, context: RunContext[ActorSections]) -> None:
-        """Load the prompts, and tell the buffer what to expect of them until it is killed."""
-        from actors.ranking import Ranker
-
-        Ranker(context).run()
 
 
 class Helpers(ABC):
@@ -147,20 +127,9 @@ class Scorers(Helpers):
         return handle, handle.run.remote(alone, helper.number)
 
 
-class RankerService(Helpers):
-    """The ranker: one process beside the services, or none where lengths decide nothing."""
-
-    def __init__(self, plan: Plan, notify: Notify) -> None:
-        pools = [WorkerPool("", 1, {})] if is_ranked(plan.config) else []
-        super().__init__(plan, notify, "ranker", pools, "new prompts are all alike")
-
-    def _spawn(self, helper: PlacedProcess, context: RunContext[Config]) -> tuple[Any, Any]:
-        variables = self._plan.config.launch.env
-        handle = spawn(RankerRole, helper.log, on=here(), concurrency=2, variables=variables)
-        return handle, handle.run.remote(context)
-
-
-def is_ranked(config: Config) -> bool:
-    """Are there actors that may be unlike in speed, or is the longest answer always first?"""
-    dispatch = config.buffer.dispatch
-    return dispatch == "longest_first" or (dispatch == "by_deadline" and len(actor_pools(config)) > 1)
+def ranker(plan: Plan, notify: Notify) -> list[Helpers]:
+    """Return the ranker of a run that dispatches by lengths, if they may decide who gets a prompt."""
+    dispatch = plan.config.buffer.dispatch
+    if dispatch == "in_order" or (dispatch == "by_deadline" and len(actor_pools(plan.config)) == 1):
+        return []
+    return [load(RANKER)(plan, notify)]

@@ -20,7 +20,7 @@ from launch.config import Config
 from launch.observe.status import PollResult, ProcessStatus
 from launch.processes.actor_pools import ActorPools, ActorProcess
 from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
-from launch.processes.helpers import RankerService, Scorers
+from launch.processes.helpers import Helpers, Scorers, ranker
 from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
@@ -56,7 +56,7 @@ class Supervisor:
         self._weights = WeightsHost(plan, notify, self._check_ray)
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
-        self._helpers = (Scorers(plan, notify), RankerService(plan, notify))
+        self._helpers: list[Helpers] = [Scorers(plan, notify), *ranker(plan, notify)]
         self._drained = False
         self._goodbye_s = GOODBYE_S
         self._told_of: set[str] = set()
@@ -168,7 +168,7 @@ class Supervisor:
 
     def processes(self) -> tuple[ProcessStatus, ...]:
         """Buffer, weights, scorers, ranker, stages, actors, as they are now; waits for none of them."""
-        hosts = (self._buffer, self._weights, *self._helpers)
+        hosts: tuple[BufferHost | WeightsHost | Helpers, ...] = (self._buffer, self._weights, *self._helpers)
         return (
             *(each.facts() for host in hosts for each in host.processes),
             *self.learner.facts(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
-from buffer.length_model import bounds_of
+from buffer.lengths import bounds_of
 from common.staleness import PolicyVersion
 from launch.text import TextOf, printable
 
@@ -59,7 +59,7 @@ class BufferData:
     """Groups that were read before the time was over."""
     ledger: dict[str, int] = field(default_factory=dict)
     generated: list[float] = field(default_factory=list)
-    """Share of each bucket of `buffer.length_model` in the last few thousand completions."""
+    """Share of each bucket of `buffer.lengths` in the last few thousand completions."""
     trained: list[float] = field(default_factory=list)
     ks: float = 0.0
     """Kolmogorov-Smirnov distance of the two."""

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.engine_output import EngineReport
 from actors.report import ActorReport
-from buffer.length_model import LengthFidelity
+from buffer.lengths import LengthFidelity
 from common.run import RunContext
 from launch.checks import Plan, check
 from launch.config import load_config

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.engine_output import EngineStats
-from common.costs import Moments
+from planning.costs import Moments
 from tests.unit.fake_actor import Clock
 
 

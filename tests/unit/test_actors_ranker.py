@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.ranking import FEWEST, Ranker
 from actors.tasks import load_task
 from buffer.client import BufferClient
 from buffer.errors import BufferRefused
 from buffer.service import BufferService
+from planning.ranking import FEWEST, Ranker
 from tests.unit.made_up_run import DEMO, context, plan
 from tests.world.buffer import make_trajectory
 
@@ -105,7 +105,7 @@ def test_a_service_that_was_started_again_is_fitted_for_once_where_lengths_are_n
     assert ranker.look() is not None
     world.close()
     world.serve()
-    monkeypatch.setattr("actors.ranking.expect", lambda *_: fits.append(1))
+    monkeypatch.setattr("planning.ranking.expect", lambda *_: fits.append(1))
     assert [ranker.look() for _ in range(3)] == [None] * 3
     assert len(fits) == 1
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from actors.ranking import FEWEST, Features, expect
 from actors.tasks.task import Problem
-from buffer.length_model import LengthModel
+from planning.length_model import LengthModel
+from planning.ranking import FEWEST, Features, expect
 
 CLASSES, NUM_PROMPTS, NUM_KNOWN, K = 16, 2_000, 1_000, 8
 OWN = np.random.default_rng(3).normal(0.0, 0.8, CLASSES)

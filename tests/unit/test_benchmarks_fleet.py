@@ -11,8 +11,8 @@ from actors.config import ActorsConfig
 from benchmarks.fleet_parts.engine import SleepingEngine
 from benchmarks.fleet_parts.setting import VARIABLE, EngineSetting, FleetSetting, score_of
 from benchmarks.lib.lengths import constant, lognormal
-from common.costs import TokenTime
 from common.staleness import PolicyVersion
+from planning.costs import TokenTime
 from tests.unit.fake_actor import Clock, FakeBuffer, K, make_actor, run_to_end, until
 
 LAW = TokenTime(5e-3, 1e-3)

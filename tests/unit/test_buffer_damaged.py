@@ -7,7 +7,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
-from buffer.length_model import Visit
+from buffer.lengths import Visit
 from buffer.rows import records_in
 from buffer.service import BufferService
 from buffer.store import Store

@@ -7,8 +7,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from buffer import length_model
-from buffer.length_model import LengthModel, Shape, Visit
+from buffer.lengths import Shape, Visit
+from planning import length_model
+from planning.length_model import LengthModel
 
 K, NUM_PROMPTS = 8, 1_500
 SPREAD, NOISE, LEVEL = 0.52, 0.28, math.log(200)

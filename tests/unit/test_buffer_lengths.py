@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from buffer.config import BufferConfig
-from buffer.length_model import (
+from buffer.lengths import (
     NUM_BUCKETS,
     Fidelity,
     LengthCounts,

@@ -21,8 +21,9 @@ from buffer.dispatch import (
     order_of,
     rate_of,
 )
-from buffer.length_model import LengthModel, Shape
+from buffer.lengths import Shape
 from planning.buffer import SimulatedPrompts
+from planning.length_model import LengthModel
 from planning.lengths import PromptStream
 from tests.unit.test_planning_simulator import world
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
@@ -222,7 +223,8 @@ def test_other_laws_learn_nothing(make, law):
 
 
 def test_the_longest_answer_of_a_group_is_foretold(make):
-    buffer = make(BufferConfig(prompt_law="uniform"), group_size=K, num_prompts=NUM_PROMPTS, max_tokens=4096)
+    config = BufferConfig(prompt_law="uniform", dispatch="by_deadline")
+    buffer = make(config, group_size=K, num_prompts=NUM_PROMPTS, max_tokens=4096)
     buffer.begin()
     lengths = LengthModel(1)
     lengths.shape = Shape(1e9, 5.0, 0.3e9, 1e9, 0.2e9, 1e9)

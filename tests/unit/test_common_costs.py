@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.costs import Moments, TokenTime
+from planning.costs import Moments, TokenTime
 
 LAWS = [
     TokenTime(4e-3, 6e-5, 2e-8, 1e-5),

@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 
-from common.costs import Moments, TokenTime
 from launch.config import load_config
 from launch.observe.status import PoolStatus
 from launch.observe.totals import PoolEngines
 from planning.autoscale import FORGETS, MOST_ADVISED, Advice, Autoscale
+from planning.costs import Moments, TokenTime
 from tests.unit.made_up_profile import DEMO
 
 LAW = TokenTime(4e-3, 6e-5)

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.autoscale_parts.simulation import ScalingSimulation
 from benchmarks.lib.lengths import lognormal
-from common.costs import TokenTime
 from planning.autoscale import (
     ABOVE,
     BELOW,
@@ -17,6 +16,7 @@ from planning.autoscale import (
     PoolState,
     StepFacts,
 )
+from planning.costs import TokenTime
 from tests.unit.test_planning_simulator import G, K, world
 
 LAW = TokenTime(4e-3, 6e-5)

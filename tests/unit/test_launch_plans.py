@@ -14,7 +14,6 @@ import pytest
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from benchmarks.lib.lengths import lognormal
-from common.costs import Moments
 from launch.cli import main
 from launch.config import load_config
 from launch.errors import ConfigError
@@ -25,6 +24,7 @@ from launch.run_folder import RunFolder
 from learner.packing import CostModel, pack
 from planning import planner as planning
 from planning import plans, profiling
+from planning.costs import Moments
 from planning.learner import LearnerTime
 from planning.lengths import PromptStream
 from planning.planner import Planner

@@ -9,8 +9,7 @@ import pytest
 
 from actors.engine_output import EngineReport
 from actors.report import ActorReport, WeightUpdate
-from buffer.length_model import LengthFidelity
-from common.costs import Moments
+from buffer.lengths import LengthFidelity
 from common.staleness import PolicyVersion
 from launch.config import Config
 from launch.observe.observer import Observer
@@ -18,6 +17,7 @@ from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy, PollResult
 from launch.observe.totals import ActorTotals, Rate
 from launch.run_folder import RunFolder
+from planning.costs import Moments
 from tests.unit.made_up_run import report as made_up_report
 from tests.unit.made_up_run import status as made_up_status
 

@@ -6,10 +6,11 @@ import pytest
 import ray
 
 from launch.processes import helpers, role_process
-from launch.processes.helpers import RankerService
+from planning import ranker_service
 from tests.unit.made_up_run import context, plan
 
 TWO_POOLS = ("--pools.slow.role", "actors", "--pools.slow.count", "1", "--pools.fast.role", "actors")
+BY_DEADLINE = (*TWO_POOLS, "--buffer.dispatch", "by_deadline")
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def world(monkeypatch):
         seen.started += 1
         return SimpleNamespace(run=SimpleNamespace(remote=lambda _, number=seen.started - 1: number))
 
-    monkeypatch.setattr(helpers, "spawn", spawn)
-    monkeypatch.setattr(helpers, "here", lambda: None)
+    monkeypatch.setattr(ranker_service, "spawn", spawn)
+    monkeypatch.setattr(ranker_service, "here", lambda: None)
     for module in (helpers, role_process):
         monkeypatch.setattr(module, "done", lambda call: call in seen.dead)
     monkeypatch.setattr(helpers, "outcome", lambda _: "it was killed")
@@ -30,30 +31,31 @@ def world(monkeypatch):
     return seen
 
 
-def start(world, folder, *overrides) -> RankerService:
+def start(world, folder, *overrides):
     made = plan(folder, *overrides)
-    found = RankerService(made, lambda *event: world.told.append(event))
-    found.start(context(made))
+    found = helpers.ranker(made, lambda *event: world.told.append(event))
+    for each in found:
+        each.start(context(made))
     return found
 
 
 @pytest.mark.parametrize(
     ("overrides", "num"),
     [
-        ((), 0),
-        (TWO_POOLS, 1),
-        ((*TWO_POOLS, "--buffer.dispatch", "in_order"), 0),
+        (("--buffer.dispatch", "by_deadline"), 0),
+        (BY_DEADLINE, 1),
+        (TWO_POOLS, 0),
         (("--buffer.dispatch", "longest_first"), 1),
     ],
     ids=["one pool", "two pools", "in order", "longest first"],
 )
 def test_a_run_has_a_ranker_where_lengths_may_decide_who_gets_a_prompt(world, tmp_path, overrides, num):
     found = start(world, tmp_path / "run", *overrides)
-    assert (len(found.processes), world.started) == (num, num)
+    assert ([len(each.processes) for each in found], world.started) == ([1] * num, num)
 
 
 def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_often(world, tmp_path):
-    found = start(world, tmp_path / "run", *TWO_POOLS, "--launch.max_restarts", "1")
+    (found,) = start(world, tmp_path / "run", *BY_DEADLINE, "--launch.max_restarts", "1")
     (process,) = found.processes
     world.dead = {0}
     found.watch()

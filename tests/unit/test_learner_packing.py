@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buffer.ledger import Ledger
-from buffer.length_model import LengthFidelity
+from buffer.lengths import LengthFidelity
 from buffer.schema import Trajectory, VersionSpan, to_batch
 from common.staleness import PolicyVersion
 from launch.observe.metrics import METRICS

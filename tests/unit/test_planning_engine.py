@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from common.costs import TokenTime
+from planning.costs import TokenTime
 from planning.world import TokenClock
 
 

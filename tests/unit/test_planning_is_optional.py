@@ -20,12 +20,18 @@ ROLES = {
 """Role -> the modules that its process imports."""
 
 
+def printed(code):
+    """The lines that a Python process prints."""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
 @pytest.mark.process
 def test_the_processes_of_a_run_import_nothing_of_planning():
     modules = ", ".join(ROLES.values())
     shown = f"import {modules}, sys; print([name for name in sys.modules if name.partition('.')[0] == 'planning'])"
-    ended = subprocess.run([sys.executable, "-c", shown], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "[]"
+    assert printed(shown) == ["[]"]
 
 
 def test_no_package_below_imports_planning_at_the_top_of_a_module_or_later():
@@ -55,5 +61,21 @@ for name in ("slots", "cache"):
     admission_of(ActorsConfig(admission=name), None, lambda: 0.0)
     print([name for name in sys.modules if name.startswith("planning.")])
 """
-    ended = subprocess.run([sys.executable, "-c", shown], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines() == ["[]", "['planning.kv_gate']"]
+    assert printed(shown) == ["[]", "['planning.kv_gate']"]
+
+
+@pytest.mark.process
+def test_a_buffer_loads_what_predicts_lengths_once_an_actor_asks_for_them(tmp_path):
+    shown = f"""
+import sys
+from pathlib import Path
+from buffer import protocol as p
+from tests.world.buffer import Actor, InProcessBuffer, facts
+buffer = InProcessBuffer(Path({str(tmp_path)!r}) / "store", facts())
+actor = Actor(buffer)
+buffer.begin()
+for number, wants in enumerate((False, True), 1):
+    buffer.ask(p.LeaseRequest(actor.name, 1, number, 1, wants_lengths=wants), p.LeaseGrant)
+    print(sorted(name for name in sys.modules if name.startswith("planning.")))
+"""
+    assert printed(shown) == ["[]", "['planning.dispatch', 'planning.length_model']"]

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from common.costs import Moments
 from learner import step as learner_step
 from learner.packing import CostModel, pack
 from planning import learner as planning
+from planning.costs import Moments
 from planning.learner import LearnerShape, LearnerTime, bubble_in_micro_batches, terms
 
 

@@ -7,8 +7,8 @@ import pytest
 from actors.config import ActorsConfig
 from benchmarks.lib.lengths import constant, lognormal
 from buffer.config import BufferConfig
-from common.costs import TokenTime
 from common.staleness import StalenessConfig, StalenessContract
+from planning.costs import TokenTime
 from planning.simulator import Simulation
 from planning.world import Costs, EnginePool, Scores, World
 

@@ -262,8 +262,10 @@ def _prompts_of(core: BufferCore, tx: Transaction) -> list[tuple[str, Any, Any]]
     mine, facts = core.groups.prompts, core.facts
     anew = Prompts(facts, facts.contract, core.groups.config, lambda: 0.0)
     mine.load(tx)
+    anew.dispatcher = type(mine.dispatcher)(facts, facts.contract, core.groups.config, anew.pace, lambda: 0.0)
     anew.load(tx)
-    visits = [[each.lengths.get(prompt) for prompt in range(facts.num_prompts)] for each in (mine, anew)]
+    predicting = [each.dispatcher for each in (mine, anew) if each.dispatcher.predicts] or 2 * [None]
+    visits = [[each and each.lengths.get(prompt) for prompt in range(facts.num_prompts)] for each in predicting]
     tries = [
         [each.successes and each.successes.get(prompt) for prompt in range(facts.num_prompts)] for each in (mine, anew)
     ]

@@ -13,6 +13,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from common.sums import Sums
+
 Floats = npt.NDArray[np.float64]
 
 _ALIKE = 1e7
@@ -55,32 +57,10 @@ class Fit:
     """Root mean square of the residuals over the mean of what was measured."""
 
 
-class Moments:
-    """What least squares need to know of many measurements: sums, so that one more costs microseconds and no memory."""
+class Moments(Sums):
+    """What least squares need to know of many measurements: sums that are stored, added and fitted."""
 
-    __slots__ = ("_products", "_squares", "_targets", "num_measured", "total")
-
-    def __init__(self, num_terms: int) -> None:
-        self._products: Floats = np.zeros((num_terms, num_terms))
-        self._targets: Floats = np.zeros(num_terms)
-        self._squares = 0.0
-        self.num_measured = 0
-        self.total = 0.0
-        """Sum of what was measured."""
-
-    def add(self, terms: Sequence[float], measured: float) -> None:
-        """One measurement, and the values of the terms at which it was taken."""
-        values = np.asarray(terms, np.float64)
-        self._products += np.outer(values, values)
-        self._targets += measured * values
-        self._squares += measured * measured
-        self.num_measured += 1
-        self.total += measured
-
-    def as_list(self) -> list[float]:
-        """All sums, to be stored; `from_list` reads them."""
-        sums = (self._squares, self.num_measured, self.total)
-        return [*map(float, sums), *self._targets.tolist(), *self._products.reshape(-1).tolist()]
+    __slots__ = ()
 
     @classmethod
     def from_list(cls, sums: Sequence[float]) -> Moments:

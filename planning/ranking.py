@@ -1,7 +1,7 @@
 """How long the answers to prompts will be that no group was seen of: what their tokens say, by those that were seen.
 
 Features are which tokens, pairs and triples of tokens a prompt has, hashed, its length, and its numeric columns. A
-ridge regression of what is known of prompts (`buffer.length_model`) on these is what others are expected to be like,
+ridge regression of what is known of prompts (`planning.length_model`) on these is what others are expected to be like,
 and what it leaves unexplained is how far they may be from that.
 """
 

@@ -1,0 +1,211 @@
+"""Lengths of completions: how those generated and those trained are distributed, and whether training leaves some out.
+
+Fidelity counts lengths in log-spaced buckets, two to an octave. Both distributions, of completions that were committed
+and of completions that entered a step, are counted with exponential forgetting, so that they tell of the last few
+thousand samples however long the run is.
+
+Shape and Visit are what is stored of lengths that are predicted; `planning.length_model` fills and reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import ceil, log, log2
+
+import msgspec
+
+SHARE = 0.9
+"""The quantile of the longest of K that is foretold."""
+_LIKE_GROUPS = 4.0
+"""What is assumed of spread and noise weighs as much as so many groups."""
+_ASSUMED = 0.2
+"""Spread and noise before anything was seen: of 16 in 20 samples the length is within a factor of 2 of the median."""
+NUM_BUCKETS = 48
+"""Two to an octave: completions up to 2^24 tokens."""
+ALARM = 0.2
+"""Kolmogorov-Smirnov distance of the lengths trained from those generated above which a run is warned."""
+MIN_SAMPLES = 256
+"""Completions trained on before any alarm: few samples differ from any distribution."""
+MEMORY = 4096
+"""Completions after which the counts have faded by e: enough for a 95th percentile, and few enough to follow a run."""
+NUM_NAMED = 3
+"""How many starved buckets a warning names."""
+_RESCALE_AT = 1e9
+_LONG = 0.95
+
+
+class Shape(msgspec.Struct):
+    """What all prompts have in common, as sums that forget."""
+
+    num_groups: float = 0.0
+    level: float = 0.0
+    noise_sum: float = _LIKE_GROUPS * _ASSUMED
+    noise_weight: float = _LIKE_GROUPS
+    spread_sum: float = _LIKE_GROUPS * _ASSUMED
+    spread_weight: float = _LIKE_GROUPS
+    again_product: float = 0.0
+    """Of what a visit showed and what the visit before had left; where nothing fades it equals `again_square`."""
+    again_square: float = 0.0
+    again_versions: float = 0.0
+    """Versions between the two, weighed as these."""
+    num_foretold: float = 0.0
+    """Groups; from here on of what was foretold of them before they were leased or seen."""
+    num_covered: float = 0.0
+    """Those whose longest completion was no longer than that."""
+    num_late: float = 0.0
+    """Those that the slowest lane would have been late with, by what was foretold."""
+    total_square: float = 0.0
+    """Of the means of groups, from the level."""
+    error_square: float = 0.0
+
+    @property
+    def noise(self) -> float:
+        """Variance of log tokens among the samples of a group."""
+        return max(1e-6, self.noise_sum / self.noise_weight)
+
+    @property
+    def spread(self) -> float:
+        return max(1e-6, self.spread_sum / self.spread_weight)
+
+    @property
+    def covered(self) -> float:
+        """Share of the groups whose longest completion was no longer than foretold: `SHARE` where all is right."""
+        return self.num_covered / self.num_foretold if self.num_foretold else 0.0
+
+    @property
+    def late(self) -> float:
+        """Share of the groups that the slowest lane would have been late with, by what was foretold."""
+        return self.num_late / self.num_foretold if self.num_foretold else 0.0
+
+    @property
+    def foretold(self) -> float:
+        """Share of the variance among the means of groups that was foretold; below 0 it misled."""
+        return 1.0 - self.error_square / self.total_square if self.total_square else 0.0
+
+    @property
+    def fading(self) -> float:
+        """What a prompt has of its own fades by e in 1 / this versions."""
+        if self.again_product >= self.again_square or not self.again_versions:
+            return 0.0
+        left = max(0.05, self.again_product / self.again_square)
+        return -log(left) * self.again_square / self.again_versions
+
+
+class Visit(msgspec.Struct, frozen=True, array_like=True):
+    """What is known of a prompt after a group of it: at that version its own part is N(mean, variance)."""
+
+    mean: float
+    variance: float
+    version: int
+
+
+def bucket_of(num_tokens: float) -> int:
+    """The bucket of a length: 0 is one token, and each octave has two."""
+    whole = int(num_tokens)
+    return _BUCKETS[whole] if whole < len(_BUCKETS) else _bucket(whole)
+
+
+def _bucket(num_tokens: int) -> int:
+    return min(NUM_BUCKETS - 1, int(2 * log2(max(1, num_tokens))))
+
+
+_BUCKETS = bytes(_bucket(num_tokens) for num_tokens in range(2**16))
+
+
+def bounds_of(bucket: int) -> tuple[int, int]:
+    """The least and greatest length of a bucket, in tokens."""
+    return ceil(2 ** (bucket / 2)), ceil(2 ** ((bucket + 1) / 2)) - 1
+
+
+class LengthCounts(msgspec.Struct):
+    """How many completions of each bucket, the older ones counting less."""
+
+    counts: list[float] = []
+    unit: float = 1.0
+    """What the next sample counts; growing it is cheaper than fading all counts."""
+
+    def add(self, lengths: Iterable[int], memory: float = MEMORY) -> None:
+        """Count completions, one after the other. After `memory` further ones each counts 1/e of a new one."""
+        counts, unit, growth = self.counts or [0.0] * NUM_BUCKETS, self.unit, 1.0 + 1.0 / memory
+        for num_tokens in lengths:
+            counts[bucket_of(num_tokens)] += unit
+            unit *= growth
+            if unit > _RESCALE_AT:
+                counts = [count / unit for count in counts]
+                unit = 1.0
+        self.counts, self.unit = counts, unit
+
+    @property
+    def total(self) -> float:
+        """How many new samples all of them count as."""
+        return sum(self.counts) / self.unit
+
+    def shares(self) -> list[float]:
+        """The share of each bucket; all 0 before the first sample."""
+        total = sum(self.counts)
+        return [count / total for count in self.counts] if total else [0.0] * NUM_BUCKETS
+
+
+class LengthFidelity(msgspec.Struct, frozen=True):
+    """How far the lengths trained are from those generated."""
+
+    ks: float = 0.0
+    """Kolmogorov-Smirnov distance over the buckets: 0 the same, 1 disjoint; 0 before any training."""
+    p95_ratio: float = 1.0
+    """95th percentile trained over that generated, below 1 where long answers are starved; 1 before any training.
+    Within buckets of half an octave it is interpolated, so it can be off by a factor of sqrt(2) at most, if the lengths
+    of one bucket lie on one of its ends."""
+    covered: float = 0.0
+    """Share of the groups whose longest completion was no longer than foretold: 0.9 is right; 0 before any."""
+    foretold: float = 0.0
+    """Share of the variance among prompts' mean lengths, in logarithms, that was foretold."""
+    late: float = 0.0
+    """Share of the groups that the slowest lane would have been late with, by what was foretold."""
+
+
+class Fidelity(msgspec.Struct):
+    """Lengths generated and lengths trained, side by side."""
+
+    generated: LengthCounts = msgspec.field(default_factory=LengthCounts)
+    trained: LengthCounts = msgspec.field(default_factory=LengthCounts)
+    warned_at: int = -1
+
+    @property
+    def now(self) -> LengthFidelity:
+        if not self.trained.counts or not self.generated.counts:
+            return LengthFidelity()
+        generated, trained = self.generated.shares(), self.trained.shares()
+        ratio = quantile(trained, _LONG) / quantile(generated, _LONG)
+        return LengthFidelity(ks_distance(generated, trained), ratio)
+
+    @property
+    def is_alarming(self) -> bool:
+        """Do the two differ by more than `ALARM`, after enough samples to tell?"""
+        return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.now.ks > ALARM
+
+    def starved(self) -> str:
+        """The lengths that training misses most, in words."""
+        pairs = zip(self.generated.shares(), self.trained.shares(), strict=True)
+        missing = sorted(((made - used, made, used, b) for b, (made, used) in enumerate(pairs)), reverse=True)
+        named = [
+            "{}-{} tokens ({:.1%} of generated, {:.1%} of trained)".format(*bounds_of(bucket), made, used)
+            for gap, made, used, bucket in missing[:NUM_NAMED]
+            if gap > 0
+        ]
+        return "; ".join(named)
+
+
+def quantile(shares: Sequence[float], share: float) -> float:
+    """The length in tokens below which this share of the completions lies, interpolated within its bucket."""
+    below = 0.0
+    for bucket, part in enumerate(shares):
+        if part and below + part >= share:
+            return float(2 ** ((bucket + (share - below) / part) / 2))
+        below += part
+    return float(2 ** (len(shares) / 2))  # the sum was rounded below the share
+
+
+def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:
+    """The greatest difference between two cumulative distributions over the same buckets."""
+    return max(abs(a - b) for a, b in zip(accumulate(first), accumulate(second), strict=True))
