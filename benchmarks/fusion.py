@@ -23,7 +23,7 @@ from benchmarks.learner_parts.spot import Figures, run_measurement
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
-from learner.orders import default_most_held
+from learner.config import default_most_held
 
 PAGE = RESULTS / "fusion.md"
 SHAPES = ((2, 8), (4, 4), (4, 8))

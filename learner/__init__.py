@@ -21,8 +21,6 @@ attention    block-diagonal attention over packed sequences
 products     of embeddings, linear maps and the head, in bfloat16 of rounded weights: log-probabilities of tokens
              without the full logits
 pipeline     Pipeline: forward-only and training schedules over torch.distributed.pipelining
-fused        FusedPasses: policy and critic at once, their pipelines against each other
-orders       in which order a rank takes the passes of two networks
 optimizer    StageOptimizer: AdamW on master weights; one decision over all ranks
 
 checkpoint   Checkpoints: what a restart needs, in the background and atomically; TrainingState: host copies

@@ -15,6 +15,16 @@ from weight_sync.config import WeightSyncConfig
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
+def stage_of(network: int, rank: int, num_stages: int) -> int:
+    """Which stage of a network a rank has; the second network (a critic under the fused schedule) runs backwards."""
+    return rank if network == 0 else num_stages - 1 - rank
+
+
+def default_most_held(num_stages: int) -> int:
+    """Micro-batches that the fused schedule keeps at once: a quarter more than 1F1B; more gains nothing."""
+    return num_stages + -(-num_stages // 4)
+
+
 class LearnerConfig(BaseModel):
     """Knobs of training."""
 

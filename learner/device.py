@@ -25,9 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.process import keep_freed_memory, threads_of
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, default_most_held, stage_of
 from learner.decoders import StageShare, split_layers, widths
-from learner.orders import default_most_held, stage_of
 from learner.products import KEPT_MIB, LogitRule
 from weight_sync.tensors import pin
 

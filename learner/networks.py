@@ -8,28 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from algorithms.base import CriticKind
+from common.plugins import load
 from learner.batch import Leaves
-from learner.config import LearnerConfig
-from learner.decoders import critic_share
+from learner.config import LearnerConfig, stage_of
 from learner.device import most_kept_mib
-from learner.fused import FusedPasses
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
-from learner.orders import Work, default_most_held, stage_of
 from learner.packing import PackedBatch
-from learner.pipeline import Pipeline
+from learner.pipeline import Coefficients, Pipeline
 from learner.products import COMPUTED
 
+FUSED = "planning.fused:fused_passes"
+"""Makes the passes of `learner.schedule = "fused"`."""
 Gradient = Callable[[Tensor, Tensor], Tensor]
 """(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
 
@@ -86,6 +85,19 @@ class Network:
         return {name: tensor for module in self.modules for name, tensor in module.exported_tensors().items()}
 
 
+class PassesOfBoth(Protocol):
+    """Runs a pass of the policy and one of a critic model at once; the critic's stages count from the other end."""
+
+    modules: tuple[StageModule, ...]
+    """This rank's stage of each; set before the first pass."""
+
+    def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]:
+        """As `Pipeline.forward_only`, of each network."""
+
+    def train(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None]) -> list[Tensor | None]:
+        """As `Pipeline.train`, of each network."""
+
+
 class Networks:
     """The policy and perhaps a critic; every method is called by all ranks."""
 
@@ -95,7 +107,7 @@ class Networks:
         critic: Network | None,
         config: LearnerConfig,
         mesh: Mesh,
-        fused: FusedPasses | None = None,
+        fused: PassesOfBoth | None = None,
     ) -> None:
         """Put a policy, which may end in a value head, and a critic of its own, or None, together.
 
@@ -306,20 +318,13 @@ def load_networks(
     """This rank's share of a checkpoint folder as policy, and as a critic of this kind; all ranks call it together."""
     is_fused = critic == "model" and config.schedule == "fused" and mesh.place.num_stages > 1
 
-    def load(heads: Heads, *, backwards: bool = False) -> Network:
+    def loaded(heads: Heads, *, backwards: bool = False) -> Network:
         chunks = load_chunks(path, heads, config, temperature, mesh, device, backwards=backwards)
         return Network.build(chunks, config, mesh)
 
-    fused = None
-    if is_fused:
-        # rounded, so that checkpoints that are alike but for their vocabulary share orders
-        share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
-        backward = 2.0 + config.activation_checkpointing
-        work = Work(1.0, backward), Work(share, share * backward)
-        most_held = default_most_held(config.num_stages)
-        fused = FusedPasses(mesh, work, most_held, timedelta(seconds=config.collective_timeout_s), device)
-    policy = load("token_and_value" if critic == "head" else "token")
-    values = load("value", backwards=is_fused) if critic == "model" else None
+    fused: PassesOfBoth | None = load(FUSED)(path, config, mesh, device) if is_fused else None
+    policy = loaded("token_and_value" if critic == "head" else "token")
+    values = loaded("value", backwards=is_fused) if critic == "model" else None
     if fused is not None and values is not None:
         fused.modules = (policy.modules[0], values.modules[0])
     return Networks(policy, values, config, mesh, fused)

@@ -23,10 +23,11 @@ from benchmarks.learner_parts.sleeping import UNIT_S, WIDTH, SleepingStage
 from benchmarks.learner_parts.spot import Figures, Spot
 from benchmarks.lib.learner import Learner
 from benchmarks.lib.rounds import median_ratio
-from learner.fused import FusedPasses
+from learner.config import stage_of
 from learner.mesh import Mesh
-from learner.orders import Work, find_order, stage_of
 from learner.pipeline import Pipeline
+from planning.fused import FusedPasses
+from planning.orders import Work, find_order
 
 WORK = (Work(1.0, 2.0), Work(1.0, 2.0))
 

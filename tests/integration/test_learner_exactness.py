@@ -118,7 +118,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         algorithm = ALGORITHMS[split.algorithm]
         with pytest.MonkeyPatch.context() as patched:
             if split.schedule in MOST_HELD:
-                patched.setattr("learner.networks.default_most_held", lambda _, most=MOST_HELD[split.schedule]: most)
+                patched.setattr("planning.fused.default_most_held", lambda _, most=MOST_HELD[split.schedule]: most)
             networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
         for module in (module for network in networks.all for module in network.modules if module.share.is_last):
             if module.heads != "token":

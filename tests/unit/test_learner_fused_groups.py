@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from learner import fused
+from learner.config import stage_of
 from learner.mesh import MeshPlace
-from learner.orders import NUM_NETWORKS, Work, find_order, stage_of
+from planning import fused
+from planning.orders import NUM_NETWORKS, Work, find_order
 
 M = 8
 WORK = (Work(1.0, 2.0), Work(0.75, 1.5))

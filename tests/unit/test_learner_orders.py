@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner import orders
-from learner.orders import Order, Work, default_most_held, find_order, shortest_possible, stage_of
+from learner.config import default_most_held, stage_of
+from planning import orders
+from planning.orders import Order, Work, find_order, shortest_possible
 
 
 def works(share: float, passes: float = 2.0) -> tuple[Work, Work]:

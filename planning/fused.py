@@ -1,6 +1,6 @@
 """FusedPasses: a pass of the policy and one of the critic, whose pipelines run against each other, at once.
 
-Each rank follows its part of an order (`learner.orders`), and sends and receives along the way. Between two neighbours
+Each rank follows its part of an order (`planning.orders`), and sends and receives along the way. Between two neighbours
 the states of a network on their way out, and the gradients on their way back, have a process group of their own. Within
 it both sides count micro-batches alike, so messages meet in any order of the networks, and none waits behind another:
 NCCL takes what a rank asks of one group in the order in which it was asked. At the first message between two ranks NCCL
@@ -12,15 +12,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoConfig
 
+from learner.config import LearnerConfig, default_most_held
+from learner.decoders import critic_share
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, StageModule
-from learner.orders import NUM_NETWORKS, Work, find_order
 from learner.pipeline import Coefficients, OutOfMemory, say_memory
+from planning.orders import NUM_NETWORKS, Work, find_order
 
 _Groups = Mapping[int, dist.ProcessGroup]
 """Those of two neighbours, by the lower of their ranks."""
@@ -105,6 +109,16 @@ class FusedPasses:
             else:
                 return [line.finish() for line in lines]
         raise OutOfMemory(say_memory(place, self.modules[0], batch.packed, failed, train=trains)) from failed
+
+
+def fused_passes(path: Path, config: LearnerConfig, mesh: Mesh, device: torch.device) -> FusedPasses:
+    """Return the passes of a checkpoint folder's policy and its critic model; all ranks call it together."""
+    # rounded, so that checkpoints that are alike but for their vocabulary share orders
+    share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
+    backward = 2.0 + config.activation_checkpointing
+    work = Work(1.0, backward), Work(share, share * backward)
+    most_held = default_most_held(config.num_stages)
+    return FusedPasses(mesh, work, most_held, timedelta(seconds=config.collective_timeout_s), device)
 
 
 def _groups_of(firsts: Sequence[int], timeout: timedelta | None) -> _Groups:

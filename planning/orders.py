@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from learner.config import stage_of
+
 NUM_NETWORKS = 2
 _MOST_TRIES = 300
 _SEARCHED = 20_000
@@ -51,16 +53,6 @@ class Order:
     """From the first action to the end of the last, in the unit of the work."""
     most_held: int
     """Micro-batches whose activations a rank keeps at once, at most, of both networks; 0 forward only."""
-
-
-def stage_of(network: int, rank: int, num_stages: int) -> int:
-    """Which stage of a network a rank of the pipeline has."""
-    return rank if network == 0 else num_stages - 1 - rank
-
-
-def default_most_held(num_stages: int) -> int:
-    """A quarter more than 1F1B keeps of one network: more than that gains nothing."""
-    return num_stages + -(-num_stages // 4)
 
 
 @lru_cache(256)
