@@ -256,7 +256,7 @@ def test_what_outgrows_a_slow_engine_goes_on_on_a_fast_one_where_nothing_is_know
     assert ahead.num_tokens / ahead.num_generated == pytest.approx(
         in_order.num_tokens / in_order.num_generated, rel=0.05
     )
-    monkeypatch.setattr("buffer.dispatch.HAND_ON_SHARE", 1e9)
+    monkeypatch.setattr("planning.dispatch.HAND_ON_SHARE", 1e9)
     staying = dispatched("by_deadline", True, num_prompts=1_000_000)
     assert (staying.num_handed_on, in_order.num_handed_on) == (0, 0)
     assert staying.samples_per_s < 1.1 * in_order.samples_per_s
