@@ -27,7 +27,6 @@ from launch.model_folder import check_frozen, check_model, model_notes, quiet_tr
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes
 from launch.run_folder import (
-    Prediction,
     RecordedFacts,
     RunFolder,
     RunIdentity,
@@ -56,8 +55,8 @@ class Plan:
     """Why this machine cannot run it; it is no mistake of the config, and may be dry-run here."""
     keys: RunKeys | None = field(default=None, repr=False)
     """Of the sockets of this start of the run; None where they are not locked."""
-    prediction: Prediction | None = None
-    """What `leeway plan` said of it; None where it follows no plan."""
+    prediction: object = None
+    """What `leeway plan` predicted, which is stored in the folder; None without a plan."""
     recorded: RecordedFacts | None = None
     """The samples that it trains on; None where its actors make them."""
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import msgspec
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -48,30 +47,6 @@ class RecordedFacts(BaseModel):
 
     def __str__(self) -> str:
         return f"{self.num_samples} recorded ones in {self.num_groups} groups, {self.num_usable} of them to train on"
-
-
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """`prediction.json`: what `leeway plan` predicted of the run; means over the seeds that were simulated."""
-
-    samples_per_s: float
-    low: float
-    high: float
-    """Of samples_per_s, 95 % by the seeds that were simulated; what the profile does not know is not in it."""
-    step_s: float
-    token_s: float
-    """Of an engine, for one token of all its samples; of several pools the mean by slots."""
-    learner_busy: float
-    slots_used: float
-    drop_share: float
-    lag_mean: float
-    """Of the oldest tokens of trained groups."""
-    binds: str
-    price_per_1000: float | None = None
-    """Of a thousand trained samples; None without prices."""
-
-    def describe(self) -> str:
-        price = "" if self.price_per_1000 is None else f", {self.price_per_1000:.3g} per 1,000 samples"
-        return f"{self.samples_per_s:.1f} samples/s ({self.low:.1f} to {self.high:.1f}), {self.binds} binds{price}"
 
 
 class RunIdentity(BaseModel):

@@ -22,10 +22,20 @@ from launch.errors import ConfigError, as_config_error
 from launch.gpus import Gpu, check_gpus, gpus_here, gpus_hold, shared, stage_need, too_full, too_small
 from launch.needs import MachineNeeds
 from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
-from launch.run_folder import Prediction
 from planning.bounds import bounds_of
 from planning.learner import LearnerShape
-from planning.plans import MANY_SAMPLES, Candidate, Host, Key, Keys, as_overrides, engines_like, predict, world_of
+from planning.plans import (
+    MANY_SAMPLES,
+    Candidate,
+    Host,
+    Key,
+    Keys,
+    Prediction,
+    as_overrides,
+    engines_like,
+    predict,
+    world_of,
+)
 from planning.profile import Profile
 from planning.profiling import check_generates, shape_of
 from planning.search import Plan, Space, search

@@ -25,7 +25,6 @@ from launch.config import Config
 from launch.errors import ConfigError
 from launch.gpus import gpus_here
 from launch.pools import ActorPool, WorkerPool, actor_pools, scorer_pools, stage_pools
-from launch.run_folder import Prediction
 from planning.profile import EngineCosts, Profile
 from planning.profiling import settings_of, settings_of_engine, shape_of
 from planning.simulator import Simulation
@@ -159,6 +158,30 @@ def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
 
 
 # --- simulated ---------------------------------------------------------------------------------------
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """`prediction.json`: what `leeway plan` predicted of the run; means over the seeds that were simulated."""
+
+    samples_per_s: float
+    low: float
+    high: float
+    """Of samples_per_s, 95 % by the seeds that were simulated; what the profile does not know is not in it."""
+    step_s: float
+    token_s: float
+    """Of an engine, for one token of all its samples; of several pools the mean by slots."""
+    learner_busy: float
+    slots_used: float
+    drop_share: float
+    lag_mean: float
+    """Of the oldest tokens of trained groups."""
+    binds: str
+    price_per_1000: float | None = None
+    """Of a thousand trained samples; None without prices."""
+
+    def describe(self) -> str:
+        price = "" if self.price_per_1000 is None else f", {self.price_per_1000:.3g} per 1,000 samples"
+        return f"{self.samples_per_s:.1f} samples/s ({self.low:.1f} to {self.high:.1f}), {self.binds} binds{price}"
 
 
 def predict(world: World, *, samples: int = MANY_SAMPLES) -> Prediction:

@@ -18,8 +18,8 @@ from benchmarks.lib.runs import FinishedRun
 from benchmarks.overlap import figures_of, train_on_cores
 from benchmarks.overlap_parts.long_tail import Setting, write_setting
 from launch.config import load_config
-from launch.run_folder import Prediction, RunFolder
-from planning.plans import predict, world_of
+from launch.run_folder import RunFolder
+from planning.plans import Prediction, predict, world_of
 from planning.profile import Profile
 from planning.profiling import profile_of
 

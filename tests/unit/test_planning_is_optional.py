@@ -15,7 +15,7 @@ ROLES = {
     "buffer service": "launch.processes.services, buffer.service",
     "weight service": "weight_sync.service",
     "scorer": "launch.processes.helpers, learner.reference",
-    "commands that look": "launch.cli, launch.looking, launch.buffer_cli, launch.report.page, launch.doctor.checkup",
+    "commands that look": "launch.cli, launch.looking, launch.buffer_cli, launch.report.page, launch.doctor",
 }
 """Role -> the modules that its process imports."""
 
