@@ -24,18 +24,7 @@ from launch.needs import MachineNeeds
 from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
 from planning.bounds import bounds_of
 from planning.learner import LearnerShape
-from planning.plans import (
-    MANY_SAMPLES,
-    Candidate,
-    Host,
-    Key,
-    Keys,
-    Prediction,
-    as_overrides,
-    engines_like,
-    predict,
-    world_of,
-)
+from planning.plans import SAMPLES, Candidate, Host, Keys, Prediction, as_overrides, engines_like, predict, world_of
 from planning.profile import Profile
 from planning.profiling import check_generates, shape_of
 from planning.search import Plan, Space, search
@@ -124,7 +113,7 @@ class Planner:
     def own(self) -> Keys:
         """What the config says now, of all that may be chosen."""
         sync = self.config.weight_sync
-        keys: dict[Key, Any] = {}
+        keys: dict[str, Any] = {}
         for name, pool in self._actors.items():
             keys[self._key(name, "count")] = pool.count
             keys[self._key(name, "max_running_samples")] = pool.config.max_running_samples
@@ -139,7 +128,7 @@ class Planner:
 
     def keys_of(self, plan: Plan) -> Keys:
         """What a plan would write into the config."""
-        keys: dict[Key, Any] = {}
+        keys: dict[str, Any] = {}
         for name, choice in self.space.choices(plan).items():
             if isinstance(choice, LearnerShape):
                 keys |= {key: value for key, value in _keys_of_shape(choice).items() if key not in self._fixed}
@@ -169,7 +158,7 @@ class Planner:
         plans = [self.keys_of(plan) for plan in found]
         candidates = [each.keys for each in self._in_order(self._simulated(plans, FEW_SAMPLES, say))]
         closer = [keys for place, keys in enumerate(candidates) if place < NUM_CLOSER or keys == self.keys_of(own)]
-        return self._in_order(self._simulated(closer, MANY_SAMPLES, say))
+        return self._in_order(self._simulated(closer, SAMPLES, say))
 
     def _simulated(
         self, plans: Sequence[Keys], samples: int, say: Callable[[str, float | None], None]
@@ -262,13 +251,13 @@ class Planner:
 
     # --- what fits --------------------------------------------------------------------------------
 
-    def _key(self, pool: str, what: str) -> Key:
+    def _key(self, pool: str, what: str) -> str:
         """Of a pool, or of `[actors]` where the config has no pools."""
         if pool in self.config.pools:
             return f"pools.{pool}.{what}"
         return TOTAL if what == "count" else f"actors.{what}"
 
-    def _choices(self, key: Key, own: object, choices: Iterable[object]) -> list[object]:
+    def _choices(self, key: str, own: object, choices: Iterable[object]) -> list[object]:
         """These and the config's own; that alone where the command line says it."""
         return [own] if key in self._fixed else sorted({own, *choices}, key=_in_order)
 
@@ -468,7 +457,7 @@ def _check(config: Config) -> None:
     check_gpus(config)
 
 
-def _keys_of_shape(shape: LearnerShape) -> dict[Key, Any]:
+def _keys_of_shape(shape: LearnerShape) -> dict[str, Any]:
     return {
         "learner.num_stages": shape.num_stages,
         "learner.num_replicas": shape.num_replicas,

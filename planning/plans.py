@@ -31,7 +31,7 @@ from planning.simulator import Simulation
 from planning.world import EnginePool, Outcome, World
 
 NUM_SHOWN = 4
-MANY_SAMPLES = 30_000
+SAMPLES = 30_000
 """Samples that a prediction simulates in all: less than a second."""
 LEAST_STEPS = 12
 NUM_SEEDS = 3
@@ -184,7 +184,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.samples_per_s:.1f} samples/s ({self.low:.1f} to {self.high:.1f}), {self.binds} binds{price}"
 
 
-def predict(world: World, *, samples: int = MANY_SAMPLES) -> Prediction:
+def predict(world: World, *, samples: int = SAMPLES) -> Prediction:
     """Simulate a world under several seeds, as many steps as so many samples are."""
     contract = world.contract
     per_step = contract.groups_per_step * world.group_size

@@ -51,7 +51,7 @@ def few(monkeypatch):
     monkeypatch.setattr(planning, "NUM_SIMULATED", 4)
     monkeypatch.setattr(planning, "NUM_CLOSER", 2)
     monkeypatch.setattr(planning, "FEW_SAMPLES", 500)
-    monkeypatch.setattr(planning, "MANY_SAMPLES", 1000)
+    monkeypatch.setattr(planning, "SAMPLES", 1000)
 
 
 def say(what, share):
