@@ -41,8 +41,8 @@ lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 	$(VENV)/lint-imports
-	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh launch/slurm.sbatch .ci/run; \
-		else for file in launch/*.sh launch/slurm.sbatch; do bash -n $$file || exit 1; done; fi
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh launch/slurm.sbatch benchmarks/gpu/*.sh .ci/run; \
+		else for file in launch/*.sh launch/slurm.sbatch benchmarks/gpu/*.sh; do bash -n $$file || exit 1; done; fi
 
 format: install  ## apply ruff's fixes and format
 	$(VENV)/ruff check --fix .

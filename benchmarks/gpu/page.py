@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.gpu.fast import MFU_WANTED
@@ -15,20 +16,27 @@ HEADS = {
     "right": "Is it right?",
     "fast": "How fast is it?",
     "mends": "Which choices pay?",
+    "engine": "Does an engine keep up, and take new weights?",
+    "demo": "Does the demo run?",
+    "pair": "What does asynchrony gain?",
+    "gaps": "Where does the rest of a step go?",
 }
-_NOT_FIGURES = frozenset({"step", "case", "cpu", "commit"})
+_NOT_FIGURES = frozenset({"step", "case", "cpu", "commit", "card", "versions"})
 _LONGEST_CELL = 120
+NAMED = ("torch", "transformers", "triton", "vllm", "ray")
+"""Packages of the page's first paragraph."""
 
 
 def page_of(found: Sequence[Result]) -> list[str]:
     """The page's paragraphs; of a step that ran several times the last run counts."""
     runs = _last_runs(found)
     failed = [f"`{step}`: {each['failed']}" for step, run in runs.items() for each in run if "failed" in each]
-    parts = ["# The learner on a GPU, measured", _head(runs), _bars(runs), *_by_commit(found)]
+    parts = ["# Measured on one GPU", _head(runs), _bars(runs), *_by_commit(found)]
     if failed:
         parts.append(f"**Failed**: {'; '.join(failed)}.")
     for part in PARTS:
-        parts.append(f"## {HEADS[part]}")
+        if any(step.name in runs for step in STEPS if step.part == part):
+            parts.append(f"## {HEADS[part]}")
         for step in (step for step in STEPS if step.part == part):
             results = [each for each in runs.get(step.name, []) if each["case"] not in ("took", "failed")]
             if results:
@@ -79,8 +87,10 @@ def _case(runs: Mapping[str, Sequence[Result]], step: str, case: str) -> Result 
 def _head(runs: Mapping[str, Sequence[Result]]) -> str:
     card, software = _case(runs, "facts", "card"), _case(runs, "facts", "software")
     if card is None or software is None:
-        return "Written by `python -m benchmarks.gpu --write`, of steps among which `facts` is not."
-    versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "transformers", "triton") if software[name])
+        last = next((each for run in runs.values() for each in run if "versions" in each), None)
+        where = f", commit {last['commit']}, on one {last['card']}, {last['versions']}" if last else ""
+        return f"Written by `python -m benchmarks.gpu --write`{where}, of steps among which `facts` is not."
+    versions = ", ".join(f"{name} {software[name]}" for name in NAMED if software.get(name))
     return (
         f"Written by `python -m benchmarks.gpu --write`, commit {software['commit']}, on one {card['name']} "
         f"({card['total_gib']:.0f} GiB; driver, clocks, power, memory used: {card['nvidia_smi']}), Python "
@@ -105,7 +115,31 @@ def _bars(runs: Mapping[str, Sequence[Result]]) -> str:
         met = steps["mfu"] >= MFU_WANTED
         rows.append([f"MFU of {steps['shape']}", f"at least {MFU_WANTED:g}", f"{steps['mfu']:.3f}", MET[met]])
         rows.append([f"tokens/s of {steps['shape']}", "-", f"{steps['tokens_per_s']:,.0f}", "-"])
+    rows += [[name, "-", value, "-"] for name, value in _of_engines_and_runs(runs)]
     return table(["figure", "wanted", "measured", "met"], rows)
+
+
+def _of_engines_and_runs(runs: Mapping[str, Sequence[Result]]) -> Iterator[tuple[str, str]]:
+    """Yield the figures that compare two steps, or that a reader looks for first."""
+    ours, theirs = _rate(runs, "engine"), _rate(runs, "engine of vLLM")
+    if ours and theirs:
+        yield "tokens/s of the engine over vLLM's own", f"{ours / theirs:.2f}"
+    for step, case in (("engine", "lag 0, head in float32"), ("engine of vLLM", "lag 0, head in bfloat16")):
+        found = _case(runs, step, case)
+        if found is not None:
+            yield f"mismatch at {case}, mean nats", _cell(found["mean_nats"])
+    pauses = [each["pause_s"] for each in runs.get("engine", []) if "pause_s" in each]
+    if pauses:
+        yield f"pause of a weight update, median of {len(pauses)}, ms", _cell(1000 * median(pauses))
+    fast, slow = (_case(runs, f"pair {name}", "steps") for name in ("asynchronous", "synchronous"))
+    if fast is not None and slow is not None and "samples_per_s" in fast and "samples_per_s" in slow:
+        yield "samples/s, asynchronous over synchronous", f"{fast['samples_per_s'] / slow['samples_per_s']:.2f}"
+
+
+def _rate(runs: Mapping[str, Sequence[Result]], step: str) -> float | None:
+    """Return the tokens/s of an engine, median of the rounds after the first."""
+    rates = [each["tokens_per_s"] for each in runs.get(step, []) if each["case"].startswith("round ")]
+    return median(rates[1:]) if rates[1:] else None
 
 
 def _tables(results: Sequence[Result]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import socket
 import statistics
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import SHAPES, Shape, fresh_rows, random_weights
+from benchmarks.gpu.shapes import SHAPES, TINY, Shape, fresh_rows, random_weights
 from benchmarks.learner_parts.sides import configured
 from benchmarks.lib.learner import TEMPERATURE, Learner
 from buffer.schema import Trajectory
@@ -31,7 +32,16 @@ TIMEOUT_S = 60.0
 class Place:
     """One step, in a process of its own."""
 
-    def __init__(self, step: str, folder: Path, *, on_cpu: bool, beside: Path | None = None) -> None:
+    def __init__(
+        self,
+        step: str,
+        folder: Path,
+        *,
+        on_cpu: bool,
+        beside: Path | None = None,
+        limit_s: float = math.inf,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
         """Take a place.
 
         Args:
@@ -39,6 +49,8 @@ class Place:
             folder: shared by the steps of a call; models are made in it once.
             on_cpu: tiny shapes, to see that the code runs.
             beside: a folder for what is too long for a line; None: it is not kept.
+            limit_s: after which the process is ended.
+            engine_args: further arguments of every vLLM engine.
 
         Raises:
             RuntimeError: no GPU is there, and `on_cpu` does not say that none is wanted.
@@ -46,6 +58,8 @@ class Place:
         self.step = step
         self.folder = folder
         self.beside = beside
+        self.limit_s = limit_s
+        self.engine_args = engine_args or {}
         self.on_gpu = not on_cpu
         if self.on_gpu and not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU; --cpu runs everything on the CPU at a tiny shape")
@@ -81,7 +95,7 @@ class Place:
 
     def shape(self, wanted: str) -> tuple[str, Shape]:
         """A shape by its name, or on the CPU a tiny one."""
-        name = wanted if self.on_gpu else "tiny"
+        name = wanted if self.on_gpu else TINY.get(wanted, "tiny")
         return name, SHAPES[name]
 
     def model(self, wanted: str) -> Path:

@@ -50,7 +50,7 @@ from learner.step import TrainStep
 
 PACKAGES = (
     "torch", "transformers", "triton", "liger-kernel", "numpy", "pyarrow", "pydantic", "pyzmq", "msgspec", "lmdb",
-    "safetensors", "psutil",
+    "safetensors", "psutil", "vllm", "ray",
 )  # fmt: skip
 GIB = 2**30
 

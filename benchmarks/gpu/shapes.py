@@ -1,8 +1,8 @@
 """What is trained on a GPU: shapes of models, random weights, fresh batches of long-tailed lengths, and their FLOPs.
 
 Model FLOPs are what the mathematics needs, a recomputation not counted: 6 per weight of a layer's matrices and token,
-6 per weight of the head and completion token, and 6 * hidden * n^2 per layer for causal attention over a sequence of n
-tokens (queries and keys, then values: 2 * 2 * n^2 / 2 * hidden forward, twice that backward).
+6 per weight of the head and completion token, and 6 * width * n^2 per layer for causal attention over a sequence of n
+tokens (queries and keys, then values: 2 * 2 * n^2 / 2 * width forward, twice that backward); width is heads * head_dim.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.learner_parts.sides import long_tailed
 from benchmarks.lib.learner import sample
 from buffer.schema import Trajectory
 
 Shape = dict[str, int]
-"""Keys of a Qwen2Config."""
+"""Keys of a Qwen2Config or Qwen3Config."""
 
 SHAPES: dict[str, Shape] = {
     "0.5B": {
@@ -30,6 +30,15 @@ SHAPES: dict[str, Shape] = {
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
         "intermediate_size": 4864,
+        "vocab_size": 151_936,
+    },
+    "0.6B": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
         "vocab_size": 151_936,
     },
     "1.5B": {
@@ -64,8 +73,20 @@ SHAPES: dict[str, Shape] = {
         "intermediate_size": 128,
         "vocab_size": 512,
     },
+    "tiny 0.6B": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # vLLM's attention on a CPU takes no smaller heads
+        "intermediate_size": 128,
+        "vocab_size": 512,
+    },
 }
-"""Those of Qwen2.5; one that is quick to write down, and one to see that the code runs."""
+"""Those of Qwen2.5 and Qwen3 (0.6B); one that is quick to write down, and two to see that the code runs."""
+QWEN3 = frozenset({"0.6B", "tiny 0.6B"})
+TINY = {"0.6B": "tiny 0.6B"}
+"""Shape -> what stands for it on a CPU, if not "tiny"."""
 UNTIED = frozenset({"7B"})
 """Shapes whose head is no embedding."""
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -74,12 +95,23 @@ MEDIAN, LONGEST = 512, 4096
 """Tokens of a sequence."""
 PROMPT_SHARE = 0.2
 GROUP = 8
+EOS = 0
+"""Token that ends a completion."""
+BYTES_PER_WEIGHT = 18
+"""Of training: float32 master and gradient, two moments, and the bfloat16 weight."""
+ACTIVATIONS_GIB = 20.0
+"""Of the largest step, for activations and logits; 1.5B took 47 GiB on an H100, 26 of them for weights."""
 
 
 def config_of(name: str, **changes: int) -> PreTrainedConfig:
     """Of a shape, as its checkpoint would have it."""
-    shape = {**SHAPES[name], **changes}
-    return Qwen2Config(**shape, tie_word_embeddings=name not in UNTIED, max_position_embeddings=LONGEST)
+    make = Qwen3Config if name in QWEN3 else Qwen2Config
+    return make(
+        **{**SHAPES[name], **changes},
+        tie_word_embeddings=name not in UNTIED,
+        max_position_embeddings=LONGEST,
+        eos_token_id=EOS,
+    )
 
 
 def random_weights(name: str, folder: Path, device: torch.device) -> Path:
@@ -87,7 +119,7 @@ def random_weights(name: str, folder: Path, device: torch.device) -> Path:
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         with device:
-            model = Qwen2ForCausalLM(config_of(name))
+            model = AutoModelForCausalLM.from_config(config_of(name))
         made = folder.with_name(f"{folder.name}.new")
         model.to(torch.bfloat16).save_pretrained(made)
         (made / "tokenizer_config.json").write_text(json.dumps({}))
@@ -119,18 +151,33 @@ def fresh_rows(
 
 def layer_weights(shape: Shape) -> int:
     """Weights of a layer's matrices."""
-    hidden = shape["hidden_size"]
-    of_keys = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
-    return 2 * hidden * hidden + 2 * hidden * of_keys + 3 * hidden * shape["intermediate_size"]
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    of_queries = _width(shape)
+    of_keys = of_queries * shape["num_key_value_heads"] // heads
+    return 2 * hidden * of_queries + 2 * hidden * of_keys + 3 * hidden * shape["intermediate_size"]
+
+
+def _width(shape: Shape) -> int:
+    """Of all queries of a token."""
+    heads = shape["num_attention_heads"]
+    return heads * shape.get("head_dim", shape["hidden_size"] // heads)
+
+
+def memory_gib(name: str) -> float:
+    """Return what a step of a shape takes of a GPU, with an engine of that shape beside it."""
+    shape = SHAPES[name]
+    tables = shape["vocab_size"] * shape["hidden_size"] * (2 if name in UNTIED else 1)
+    weights = shape["num_hidden_layers"] * layer_weights(shape) + tables
+    return BYTES_PER_WEIGHT * weights / 2**30 + ACTIVATIONS_GIB
 
 
 def model_flops(shape: Shape, rows: Sequence[Trajectory]) -> float:
     """Forward and backward of a step; see the module's docstring."""
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    layers = shape["num_hidden_layers"]
     lengths = [len(row.token_ids) for row in rows]
     dense = 6 * layers * layer_weights(shape) * sum(lengths)
-    head = 6 * hidden * shape["vocab_size"] * sum(row.num_completion_tokens for row in rows)
-    attention = 6 * layers * hidden * sum(length**2 for length in lengths)
+    head = 6 * shape["hidden_size"] * shape["vocab_size"] * sum(row.num_completion_tokens for row in rows)
+    attention = 6 * layers * _width(shape) * sum(length**2 for length in lengths)
     return float(dense + head + attention)
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -22,9 +22,14 @@ from typing import IO, Any
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import end_families, end_with_parent, environment
 
-PARTS = ("right", "fast", "mends")
-PART_LIMIT_S = 540.0
-"""No part takes longer: a machine with a GPU may be lent for ten minutes at a time."""
+PARTS = {"right": 540.0, "fast": 540.0, "mends": 540.0, "engine": 240.0, "demo": 150.0, "pair": 240.0, "gaps": 120.0}
+"""Part -> seconds that it takes at most: a machine with a GPU may be lent for ten minutes at a time."""
+SHAPES_OF_PARTS = {"fast": "1.5B", "mends": "1.5B", "engine": "0.6B", "pair": "0.6B", "gaps": "1.5B"}
+"""Part -> the shape of its steps, if their options name none."""
+WITH_ENGINE = ("engine", "demo", "pair")
+"""Parts that need vLLM; the last two also need Ray."""
+ON_CPU = 2.0
+"""Factor of every limit on a CPU, whose cores others may use too."""
 JOIN_S = 5.0
 """For the last lines of a process that has ended."""
 
@@ -44,6 +49,11 @@ class Step:
     answers: str
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> str | None:
+        """What it trains or serves; None if that is small on any card."""
+        return self.options.get("shape", SHAPES_OF_PARTS.get(self.part))
 
 
 def _baseline(name: str, answers: str, *, limit_s: float = 70, **more: Any) -> Step:  # noqa: ANN401 -- fields of a Step
@@ -78,6 +88,12 @@ STEPS: tuple[Step, ...] = (
     Step("compiled", "mends", 90, "mends:compiled", "layers compiled by torch in place of fused kernels: the same"),
     Step("head2", "mends", 60, "mends:head2", "the head's gradient by out_dtype against a product and a sum"),
     Step("shared", "mends", 110, "mends:shared", "a neighbour that decodes on the same GPU: step time, memory"),
+    Step("engine", "engine", 160, "engine:leeway", "start, tokens/s, mismatch at lag 0, 20 updates under 64 requests"),
+    Step("engine of vLLM", "engine", 80, "engine:vllm", "the same requests by vLLM's defaults: tokens/s, mismatch"),
+    Step("demo", "demo", 150, "whole:demo", "examples/demo.toml as a whole"),
+    Step("pair asynchronous", "pair", 130, "whole:pair", "20 steps at max_lag 4", options={"max_lag": 4}),
+    Step("pair synchronous", "pair", 110, "whole:pair", "the same at max_lag 0", options={"max_lag": 0}),
+    Step("gaps", "gaps", 120, "gaps:gaps", "where a step spends what its micro-batches do not; clocks and power"),
 )
 
 
@@ -94,7 +110,14 @@ def chosen(parts: Sequence[str], names: Sequence[str]) -> list[Step]:
 
 
 def run_step(
-    step: Step, folder: Path, *, on_cpu: bool, limit_s: float, beside: Path, write: Callable[[Result], None]
+    step: Step,
+    folder: Path,
+    *,
+    on_cpu: bool,
+    limit_s: float,
+    beside: Path,
+    write: Callable[[Result], None],
+    engine_args: Mapping[str, object] | None = None,
 ) -> bool:
     """Run a step in a process of its own, and hand on its lines as they come, and one that says so where it fails.
 
@@ -102,19 +125,23 @@ def run_step(
         step: which.
         folder: that steps share.
         on_cpu: at tiny shapes.
-        limit_s: at most so long, and at most its own limit.
+        limit_s: at most so long, and at most its own limit, which is ON_CPU times as long on the CPU.
         beside: a folder for its tables and traces.
         write: takes each line.
+        engine_args: further arguments of every vLLM engine.
 
     Returns whether it came to its end.
     """
-    limit_s = min(limit_s, step.limit_s)
+    limit_s = min(limit_s, step.limit_s * (ON_CPU if on_cpu else 1))
     start = time.monotonic()
-    command = [sys.executable, "-m", __name__, step.name, str(folder), str(beside), *(["--cpu"] if on_cpu else [])]
+    command = [sys.executable, "-m", __name__, step.name, str(folder), str(beside), "--limit-s", str(limit_s)]
+    command += ["--cpu"] if on_cpu else []
+    command += ["--engine-args", json.dumps(engine_args)] if engine_args else []
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(**step.environment),
+        # copies of models and compiled code go with the models
+        env=environment(**{"XDG_CACHE_HOME": str(folder / "cache"), **step.environment}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -175,12 +202,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("beside", type=Path)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--limit-s", type=float, required=True)
+    parser.add_argument("--engine-args", type=json.loads, default={})
     parsed = parser.parse_args()
     (step,) = (step for step in STEPS if step.name == parsed.step)
     try:
         from benchmarks.gpu.place import Place
 
-        place = Place(step.name, parsed.folder, on_cpu=parsed.cpu, beside=parsed.beside)
+        place = Place(step.name, parsed.folder, on_cpu=parsed.cpu, beside=parsed.beside, engine_args=parsed.engine_args)
         module, _, name = step.function.partition(":")
         getattr(importlib.import_module(f"{__package__}.{module}"), name)(place, **step.options)
     except Exception as error:

@@ -21,7 +21,7 @@ from learner.networks import load_chunks, load_networks
 from learner.packing import PackingRule, micro_batches_asked
 from learner.pipeline import Pipeline
 from learner.reference import Reference
-from learner.step import TrainStep
+from learner.step import StepResult, TrainStep
 
 GROUP_SIZE = 8
 TEMPERATURE = 1.0
@@ -107,7 +107,11 @@ class Learner:
 
     def step(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> float:
         """One step on top of a version, in one pass or in two. Returns the gradient norm before clipping."""
-        (update,) = self._steps[one_pass].run(batch, version).updates
+        (update,) = self.result(batch, version, one_pass=one_pass).updates
         if not update.result.taken:
             raise RuntimeError("the learner did not take the step: loss or gradient are not finite")
         return update.result.grad_norms[0]
+
+    def result(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> StepResult:
+        """Take one step as `step` does, and return all that the learner reports of it."""
+        return self._steps[one_pass].run(batch, version)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.steps import STEPS
+from benchmarks.gpu.steps import PARTS, STEPS, WITH_ENGINE
 
 ROOT = Path(__file__).parents[2]
 LACKING = (
@@ -39,15 +39,34 @@ PathFinder.find_spec = staticmethod(find_spec)
 
 
 @pytest.mark.full
-def test_every_step_of_the_rehearsal_runs_on_the_cpu_without_what_a_bare_machine_lacks(tmp_path):
+def test_every_step_that_needs_no_engine_runs_on_the_cpu_without_what_a_bare_machine_lacks(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
-    out = tmp_path / "results" / "gpu.jsonl"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-m", "benchmarks.gpu", "--cpu", "--out", str(out)]
+    parts = [part for part in PARTS if part not in WITH_ENGINE]
+    told = _rehearse(tmp_path, parts, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    assert {line["step"] for line in told if line["case"] == "took"} == {
+        step.name for step in STEPS if step.part in parts
+    }
+    assert (tmp_path / "results" / "profile.txt").stat().st_size
+
+
+@pytest.mark.full
+def test_engine_demo_and_pair_run_on_the_cpu_and_keep_reports_and_metrics(tmp_path):
+    told = _rehearse(tmp_path, WITH_ENGINE)
+    cases = {(line["step"], line["case"]) for line in told}
+    assert {("engine", "after updates, keep"), ("engine of vLLM", "lag 0, head in bfloat16")} <= cases
+    for name in ("demo", "pair-max-lag-4", "pair-max-lag-0"):
+        for file in ("report.html", "metrics.jsonl"):
+            assert (tmp_path / "results" / name / file).stat().st_size
+
+
+def _rehearse(folder, parts, **variables):
+    """The lines of some parts, none of which may have failed."""
+    out = folder / "results" / "gpu.jsonl"
+    environment = {**os.environ, **variables}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--cpu", "--part", *parts, "--out", str(out)]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert out.exists(), ran.stderr[-4000:]
     told = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line for line in told if "failed" in line] == [], ran.stderr[-4000:]
     assert ran.returncode == 0
-    assert {line["step"] for line in told if line["case"] == "took"} == {step.name for step in STEPS}
-    assert (out.parent / "profile.txt").stat().st_size
+    return told

@@ -1,8 +1,14 @@
 """benchmarks/gpu: what it counts without a GPU, how its steps are bounded, and the page made of their lines."""
 
+import importlib
+import inspect
 import json
+import struct
+import tarfile
+import tomllib
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +17,25 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen2ForCausalLM
 
-from benchmarks.gpu import counting, page, paper, pretended, shapes, steps
+from benchmarks.gpu import (
+    card,
+    counting,
+    engine,
+    gaps,
+    page,
+    paper,
+    pretended,
+    prune,
+    shapes,
+    site_folder,
+    steps,
+    whole,
+)
 from benchmarks.gpu.__main__ import main
+from buffer.schema import VersionSpan
+from common.staleness import PolicyVersion
+from launch.config import load_config
+from launch.gpus import Gpu, check_gpus
 from learner.packing import PackingRule, pack
 
 
@@ -153,8 +176,16 @@ def test_the_page_on_paper_has_the_kernels_of_a_layer_and_what_each_stage_holds(
 
 
 @pytest.mark.parametrize("part", steps.PARTS)
-def test_a_part_takes_nine_minutes_at_most(part):
-    assert sum(step.limit_s for step in steps.STEPS if step.part == part) <= steps.PART_LIMIT_S
+def test_the_limits_of_steps_fit_into_that_of_their_part(part):
+    assert 0 < sum(step.limit_s for step in steps.STEPS if step.part == part) <= steps.PARTS[part]
+
+
+@pytest.mark.parametrize("step", steps.STEPS, ids=lambda step: step.name)
+def test_every_step_names_a_function_that_takes_its_options(step):
+    module, _, name = step.function.partition(":")
+    function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+    inspect.signature(function).bind(None, **step.options)
+    assert step.shape is None or step.shape in shapes.SHAPES
 
 
 def test_steps_are_chosen_by_part_and_by_name():
@@ -203,3 +234,239 @@ def test_lines_from_a_cpu_make_no_page(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "has no line from a GPU" in capsys.readouterr().err
+
+
+COMPARED = [
+    {"step": "engine", "case": "round 1 of 3", "tokens_per_s": 1.0},
+    {"step": "engine", "case": "round 2 of 3", "tokens_per_s": 30_000.0},
+    {"step": "engine", "case": "round 3 of 3", "tokens_per_s": 30_000.0},
+    {"step": "engine", "case": "lag 0, head in float32", "mean_nats": 0.002},
+    {"step": "engine", "case": "update 1, recompute", "pause_s": 0.25},
+    {"step": "engine of vLLM", "case": "round 1 of 3", "tokens_per_s": 1.0},
+    {"step": "engine of vLLM", "case": "round 2 of 3", "tokens_per_s": 40_000.0},
+    {"step": "engine of vLLM", "case": "lag 0, head in bfloat16", "mean_nats": 0.004},
+    {"step": "pair asynchronous", "case": "steps", "samples_per_s": 90.0},
+    {"step": "pair synchronous", "case": "steps", "samples_per_s": 60.0},
+    {"step": "demo", "case": "end", "accuracy_after": 0.97},
+    {"step": "gaps", "case": "one step by its kernels", "idle_ms": {"0 to 5 us": 1.5}},
+]
+
+
+def test_the_page_compares_the_two_engines_and_the_two_runs():
+    origin = {"cpu": False, "commit": "abc", "card": "NVIDIA H200", "versions": "torch 2.11.0, vllm 0.32.0"}
+    text = "\n\n".join(page.page_of([{**line, **origin} for line in COMPARED]))
+    assert "commit abc, on one NVIDIA H200, torch 2.11.0, vllm 0.32.0" in text
+    assert "| tokens/s of the engine over vLLM's own | - | 0.75 | - |" in text
+    assert "| mismatch at lag 0, head in bfloat16, mean nats | - | 0.004 | - |" in text
+    assert "| pause of a weight update, median of 1, ms | - | 250 | - |" in text
+    assert "| samples/s, asynchronous over synchronous | - | 1.50 | - |" in text
+    for part in ("engine", "demo", "pair", "gaps"):
+        assert f"## {page.HEADS[part]}" in text
+    assert page.HEADS["right"] not in text
+
+
+# --- before anything starts -----------------------------------------------------------------------
+
+
+H100 = Gpu(0, "GPU-1", "NVIDIA H100", "580.159", 80 * 2**30, 2**30, 9.0)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a card on which every step could run, and `main` in place of a command."""
+
+    def prepare(*arguments, gpus=(H100,), cuda=True, packages=("vllm", "ray"), packed=False):
+        monkeypatch.setattr(card, "gpus_here", lambda: list(gpus))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(card.importlib.util, "find_spec", lambda name: name if name in packages else None)
+        monkeypatch.delenv("LEEWAY_SITE", raising=False)
+        if packed:
+            monkeypatch.setenv("LEEWAY_SITE", "/tmp/site")
+        monkeypatch.setattr("sys.argv", ["gpu", *arguments])
+        monkeypatch.setattr("benchmarks.gpu.__main__.run_step", lambda *_, **__: pytest.fail("a step has started"))
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("machine_is", "sentence"),
+    [
+        ({"gpus": ()}, "nvidia-smi lists no GPU: run on a machine with an NVIDIA card, or pass --cpu"),
+        ({"cuda": False}, f"torch {torch.__version__} sees no CUDA device, though nvidia-smi lists GPU 0"),
+        (
+            {"gpus": [H100._replace(driver="535.104")]},
+            "the NVIDIA driver 535.104 of GPU 0 (NVIDIA H100, 80 GiB) is too old for CUDA 13",
+        ),
+        (
+            {"gpus": [H100._replace(total_bytes=24 * 2**30)]},
+            "has 23 GiB free, and the step baseline with the shape 1.5B needs 46 GiB: end what uses the card",
+        ),
+        ({"packages": ("ray",)}, "the part engine needs vllm, which cannot be imported: source benchmarks/gpu/unpack"),
+        ({"gpus": [H100._replace(capability=8.0)], "packed": True}, "has compute capability 8, and the vLLM that pack"),
+    ],
+)
+def test_a_machine_that_does_not_fit_is_refused_in_one_sentence_before_a_step_starts(machine, machine_is, sentence):
+    machine(**machine_is)
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code.startswith("benchmarks.gpu: ")
+    assert sentence in refused.value.code
+    assert "\n" not in refused.value.code
+
+
+@pytest.mark.parametrize("text", ["enforce_eager", "[1]"])
+def test_arguments_of_engines_that_are_no_object_are_refused(machine, capsys, text):
+    machine("--engine-args", text)
+    with pytest.raises(SystemExit):
+        main()
+    assert (
+        f"--engine-args: expected a JSON object such as {{\"enforce_eager\": true}}, got '{text}'"
+        in capsys.readouterr().err
+    )
+
+
+def test_steps_without_a_large_shape_or_an_engine_ask_for_neither(machine):
+    machine(gpus=[H100._replace(total_bytes=8 * 2**30)], packages=())
+    card.check(steps.chosen(["right"], []), on_cpu=False)
+    machine(gpus=(), cuda=False)
+    card.check(steps.chosen([], []), on_cpu=True)
+
+
+def test_every_line_names_commit_card_and_versions(machine, monkeypatch, tmp_path):
+    out = tmp_path / "gpu.jsonl"
+    machine("--steps", "facts", "--out", str(out))
+
+    def run_step(step, *_, write, **__):
+        write({"step": step.name, "case": "card", "cpu": False})
+        return True
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.run_step", run_step)
+    with pytest.raises(SystemExit):
+        main()
+    line = json.loads(out.read_text())
+    assert line["card"] == "NVIDIA H100"
+    assert line["commit"]
+    assert f"torch {torch.__version__}".partition("+")[0] in line["versions"]
+
+
+# --- engines and whole runs -----------------------------------------------------------------------
+
+
+def _generation(*spans):
+    """One request, by version, start and end of its spans."""
+    of_versions = tuple(VersionSpan(PolicyVersion(0, version), start, end) for version, start, end in spans)
+    return SimpleNamespace(token_ids=[0] * 8, spans=of_versions)
+
+
+def test_an_update_counts_the_requests_that_have_tokens_of_both_sides():
+    found = [_generation((0, 0, 3), (1, 3, 8)), _generation((0, 0, 2), (1, 2, 4), (2, 4, 8)), _generation((2, 0, 8))]
+    assert engine.check_spans(found, [1, 2]) == 1
+    with pytest.raises(RuntimeError, match="no request has tokens of both sides of update 3"):
+        engine.check_spans(found, [1, 2, 3])
+
+
+@pytest.mark.parametrize("spans", [[(0, 0, 3), (1, 4, 8)], [(0, 0, 7)], [(1, 0, 3), (0, 3, 8)], [(1, 0, 3), (1, 3, 8)]])
+def test_spans_with_a_gap_or_out_of_order_fail_the_step(spans):
+    with pytest.raises(RuntimeError, match="spans"):
+        engine.check_spans([_generation(*spans)], [])
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_runs_of_demo_and_pair_are_configs_of_today(tmp_path, on_gpu):
+    (tmp_path / "pair.toml").write_text(whole.pair_config(tmp_path, tmp_path))
+    demo, pair = whole.ROOT / "examples" / "demo.toml", tmp_path / "pair.toml"
+    for path, keys in ((demo, whole.DEMO_ON_GPU), (pair, whole.PAIR_ON_GPU)):
+        config = load_config(path, whole.overrides_of(keys) if on_gpu else [])
+        assert (config.learner.gpus > 0) == on_gpu
+        check_gpus(config)
+
+
+def test_arguments_of_engines_reach_the_config_of_a_run_also_as_tables():
+    arguments = {"enforce_eager": True, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    overrides = whole.overrides_of({"actors.engine_args": arguments})
+    assert load_config(whole.ROOT / "examples" / "demo.toml", overrides).actors.engine_args == arguments
+
+
+def test_the_tokenizer_of_the_pair_has_a_word_for_every_token(tmp_path):
+    whole.write_tokenizer(tmp_path, 100)
+    tokenizer = whole.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer("3 10 99").input_ids == [3, 10, 99]
+    assert tokenizer.decode([3, 10, shapes.EOS], skip_special_tokens=True) == "310"
+
+
+def test_a_run_that_was_cut_off_still_has_the_figures_of_its_steps(tmp_path):
+    keys = ("batch/trajectories", "batch/completion_tokens", "lag/token_max")
+    rows = [
+        {"step": number, "loss": 0.0, "skipped": False, "started_s": 9.0 + number, "finished_s": 10.0 + number}
+        | dict.fromkeys(keys, 8)
+        for number in range(1, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found = whole.figures(whole.FinishedRun(tmp_path), began_s=4.0)
+    assert (found["steps"], found["counted"], found["samples_per_s"], found["first_batch_s"]) == (8, 4, 8.0, 6.0)
+
+
+def test_kernels_that_overlap_count_once_and_gaps_are_sorted_by_length():
+    found = gaps.idle([(0.0, 10.0), (5.0, 8.0), (13.0, 20.0), (220.0, 230.0)])
+    assert found["busy_s"] == pytest.approx(27e-6)
+    assert found["idle_s"] == pytest.approx(203e-6)
+    assert (found["idle_ms"]["0 to 5 us"], found["idle_ms"]["100 to 1000 us"]) == (0.0, 0.2)
+
+
+# --- what is carried to a machine without network -------------------------------------------------
+
+
+def _image(kind, arch, content):
+    head = struct.pack("<HHIQ", kind, 0, 64, len(content)).ljust(28, b"\0") + struct.pack("<I", arch)
+    return head.ljust(64, b"\0") + content
+
+
+def _library(*containers):
+    """An ELF file with a section of containers, and one of names."""
+    body = b"".join(
+        struct.pack("<IHHQ", prune.MAGIC, 1, 16, sum(map(len, images))) + b"".join(images) for images in containers
+    )
+    names = b"\0.nv_fatbin\0.shstrtab\0"
+    start, table = 64, 64 + len(body) + len(names)
+    heads = struct.pack("<IIQQQQ", 0, 0, 0, 0, 0, 0).ljust(64, b"\0")
+    heads += struct.pack("<IIQQQQ", 1, 1, 0, 0, start, len(body)).ljust(64, b"\0")
+    heads += struct.pack("<IIQQQQ", 12, 3, 0, 0, start + len(body), len(names)).ljust(64, b"\0")
+    elf = bytearray(64)
+    struct.pack_into("<Q", elf, 40, table)
+    struct.pack_into("<HHH", elf, 58, 64, 3, 2)
+    return bytearray(bytes(elf) + body + names + heads)
+
+
+def test_pruning_keeps_device_code_of_hopper_and_the_offsets_of_everything():
+    hopper, ampere = _image(2, 90, b".text.attention\0".ljust(64, b"h")), _image(2, 80, b"a" * 32)
+    ptx, dropped = _image(1, 90, b"p" * 32), _image(2, 90, b".text.attention_fp8\0".ljust(64, b"d"))
+    data = _library([ampere, hopper], [ampere, ptx], [dropped])
+    size = len(data)
+    found = prune.prune(data, prune.re.compile(rb"fp8"))
+    kept = [[image.content for image in each.images] for each in prune.containers(data)]
+    assert (len(data), found.num_containers) == (size, 3)
+    assert kept == [[hopper], [ampere], [ampere]], "an empty container has the smallest image"
+    assert found.kept_bytes == len(hopper) + 2 * len(ampere)
+
+
+def test_a_folder_of_packages_is_filled_and_registers_leeway(tmp_path):
+    (tmp_path / "site" / "package").mkdir(parents=True)
+    (tmp_path / "site" / "package" / "__init__.py").write_text("here = True")
+    with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "site", "site")
+    site_folder.unpack(tmp_path / "a.tar.xz", tmp_path / "unpacked")
+    assert (tmp_path / "unpacked" / "package" / "__init__.py").read_text() == "here = True"
+    project = tomllib.loads(site_folder.PROJECT.read_text())["project"]
+    folder = site_folder.register(project, tmp_path / "unpacked")
+    (leeway,) = importlib.metadata.distributions(path=[str(folder.parent)])
+    assert leeway.version == project["version"]
+    assert "lmdb>=3.0" in leeway.requires
+    (point,) = leeway.entry_points
+    assert (point.group, point.value) == ("vllm.general_plugins", "weight_sync.vllm_engine:register")
+
+
+def test_a_package_that_was_left_out_has_every_name():
+    absent = importlib.import_module("benchmarks.gpu.absent")
+    assert absent.Anything.solve(1) == []
+    with pytest.raises(AttributeError):
+        absent.__getattr__("__path__")

@@ -1,0 +1,18 @@
+"""A package that pack.sh leaves out: every name exists, and calling it returns an empty list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class _Absent(type):
+    def __getattr__(cls, name: str) -> Any:  # noqa: ANN401 -- stands for anything
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: []
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Absent(name, (), {})

@@ -1,0 +1,118 @@
+"""Remove from a CUDA library the device code that a Hopper card does not run: `python -m benchmarks.gpu.prune FILE`.
+
+Such a library holds one container of images ("fatbin") per source file, and one image per architecture. The images of
+sm_90 and sm_90a stay. A container without one would be compiled by the driver from its PTX at first use; it is emptied
+too, and its kernels then fail with "no kernel image". An empty container is invalid, so it receives the smallest image
+of the file. Offsets do not move: removed bytes become zeros, which compress to nothing.
+
+`--drop` also empties the containers whose kernels all match one of the patterns, by mangled name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+MAGIC = 0xBA55ED50
+"""First word of a container."""
+CUBIN = 2
+"""Kind of an image that is machine code; 1 is PTX."""
+ARCH = 90
+FATBIN = ".nv_fatbin"
+MIB = 2**20
+
+
+class Image(NamedTuple):
+    """Device code of one architecture."""
+
+    kind: int
+    arch: int
+    content: bytes
+
+
+class Container(NamedTuple):
+    """The images of one source file."""
+
+    offset: int
+    head_bytes: int
+    images: list[Image]
+
+
+class Pruned(NamedTuple):
+    """Containers, and bytes of device code in them."""
+
+    num_containers: int
+    kept_bytes: int
+    removed_bytes: int
+
+
+def find_section(data: bytes | bytearray, wanted: str) -> tuple[int, int]:
+    """Return offset and size of a section of a 64-bit ELF file; zeros if there is none."""
+    (table,) = struct.unpack_from("<Q", data, 40)
+    width, count, names = struct.unpack_from("<HHH", data, 58)
+    heads = [struct.unpack_from("<IIQQQQ", data, table + i * width) for i in range(count)]
+    for name, _, _, _, offset, size in heads:
+        start = heads[names][4] + name
+        if data[start : data.index(b"\0", start)].decode() == wanted:
+            return offset, size
+    return 0, 0
+
+
+def containers(data: bytes | bytearray) -> Iterator[Container]:
+    """Yield the containers of a library in order."""
+    offset, size = find_section(data, FATBIN)
+    end, here = offset + size, offset
+    while here + 16 <= end:
+        magic, _, head, body = struct.unpack_from("<IHHQ", data, here)
+        if magic != MAGIC:
+            here += 8
+            continue
+        images, at, stop = [], here + head, here + head + body
+        while at < stop:
+            kind, _, image_head, image_size = struct.unpack_from("<HHIQ", data, at)
+            (arch,) = struct.unpack_from("<I", data, at + 28)
+            images.append(Image(kind, arch, bytes(data[at : at + image_head + image_size])))
+            at += image_head + image_size
+        yield Container(here, head, images)
+        here = stop + -stop % 8
+
+
+def prune(data: bytearray, drop: re.Pattern[bytes] | None = None) -> Pruned:
+    """Empty in place all images but those of sm_90, and containers whose kernels all match `drop`."""
+    found = list(containers(data))
+    smallest = min((image.content for each in found for image in each.images), key=len, default=b"")
+    kept_bytes = removed_bytes = 0
+    for container in found:
+        chosen = [image.content for image in container.images if (image.kind, image.arch) == (CUBIN, ARCH)]
+        kernels = set(re.findall(rb"\.text\.(\w+)", b"".join(chosen)))
+        if drop is not None and kernels and all(drop.search(kernel) for kernel in kernels):
+            chosen = []
+        body_bytes = sum(len(image.content) for image in container.images)
+        content = b"".join(chosen) or smallest
+        start = container.offset + container.head_bytes
+        struct.pack_into("<Q", data, container.offset + 8, len(content))
+        data[start : start + body_bytes] = content + bytes(body_bytes - len(content))
+        kept_bytes += len(content)
+        removed_bytes += body_bytes - len(content)
+    return Pruned(len(found), kept_bytes, removed_bytes)
+
+
+def main() -> None:
+    """Prune a library in place and print what is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--drop", nargs="*", default=[], metavar="REGEX")
+    parsed = parser.parse_args()
+    data = bytearray(parsed.file.read_bytes())
+    found = prune(data, re.compile("|".join(parsed.drop).encode()) if parsed.drop else None)
+    parsed.file.write_bytes(data)
+    sizes = f"{found.kept_bytes / MIB:.1f} MiB kept, {found.removed_bytes / MIB:.1f} MiB removed"
+    print(f"{parsed.file.name}: {found.num_containers} containers, {sizes}")
+
+
+if __name__ == "__main__":
+    main()
