@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping
+from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
 from actors.config import ActorsConfig, AdmissionName
-from common.plugins import load
 
 SampleKey = tuple[int, int]
 """Lease and index in its group."""
@@ -99,5 +99,5 @@ def admission_of(config: ActorsConfig, cache: KvCache | None, now: Callable[[], 
         cache: of the engine; None if it is not known.
         now: steps of the engine so far, each a token of every running sample.
     """
-    made: Admission = load(ADMISSIONS[config.admission])(config, cache, now)
+    made: Admission = resolve_name(ADMISSIONS[config.admission])(config, cache, now)
     return made

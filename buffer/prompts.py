@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
+from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -40,7 +41,6 @@ from buffer.protocol import Expect, LeaseRequest, VisitsReply
 from buffer.schema import VISITS
 from buffer.tables import Group, ReturnedPrompt
 from buffer.transaction import Table, Transaction
-from common.plugins import load
 from common.run import RunFacts
 from common.staleness import StalenessContract
 
@@ -208,7 +208,7 @@ class Prompts:
     # --- parts ------------------------------------------------------------------------------------
 
     def _made(self, name: str) -> Dispatcher:
-        made: Dispatcher = load(name)(self._facts, self._contract, self._config, self.pace, self._clock)
+        made: Dispatcher = resolve_name(name)(self._facts, self._contract, self._config, self.pace, self._clock)
         return made
 
     def _returned(self, tx: Transaction, request: LeaseRequest, most: int) -> NextPrompt | None:

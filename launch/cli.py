@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from common.plugins import load
 from common.process import uncollected
 from launch.host import check_folder, settle_home
 from launch.looking import Verb, arg, flag, of_run, report, status, top, trace, verb
@@ -101,7 +101,7 @@ def train(parsed: argparse.Namespace) -> int:
         if parsed.source is not None:
             chosen.append(f"--buffer.source={json.dumps(str(named_run(parsed.source)))}")
         if parsed.plan is not None:
-            planned, prediction = load(READ_PLAN)(parsed.plan)
+            planned, prediction = resolve_name(READ_PLAN)(parsed.plan)
             chosen += planned
         config = load_config(parsed.config, [*chosen, *parsed.overrides])
         plan = with_limits(replace(check(config, choose_root(config, parsed.config)), prediction=prediction))
@@ -359,7 +359,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         each.add_to(parsers)
     for name, (where, text) in PLUGIN_VERBS.items():
         if name in words:
-            load(where).add_to(parsers)
+            resolve_name(where).add_to(parsers)
         else:
             parsers.add_parser(name, help=text)
     parsed, overrides = parser.parse_known_args(arguments)

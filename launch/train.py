@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
@@ -27,7 +28,6 @@ from actors.sample import EvalResult
 from buffer.protocol import Status
 from common.files import FULL, write_whole
 from common.hf_folder import ModelFolderError
-from common.plugins import load
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion, StalenessContract
@@ -272,7 +272,7 @@ class _Run:
         self._observer = self.sinks.observer
         self._control = Control(self.plan.folder.control)
         self._tripwires = Tripwires(self.plan.config, self.contract)
-        self._autoscale = None if self._config.launch.autoscale == "off" else load(AUTOSCALE)(self._config)
+        self._autoscale = None if self._config.launch.autoscale == "off" else resolve_name(AUTOSCALE)(self._config)
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
         self.has_begun = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 import torch
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from algorithms.base import CriticKind
-from common.plugins import load
 from learner.batch import Leaves
 from learner.config import LearnerConfig, stage_of
 from learner.device import most_kept_mib
@@ -322,7 +322,7 @@ def load_networks(
         chunks = load_chunks(path, heads, config, temperature, mesh, device, backwards=backwards)
         return Network.build(chunks, config, mesh)
 
-    fused: PassesOfBoth | None = load(FUSED)(path, config, mesh, device) if is_fused else None
+    fused: PassesOfBoth | None = resolve_name(FUSED)(path, config, mesh, device) if is_fused else None
     policy = loaded("token_and_value" if critic == "head" else "token")
     values = loaded("value", backwards=is_fused) if critic == "model" else None
     if fused is not None and values is not None:

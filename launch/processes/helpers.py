@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from common.plugins import load
 from common.process import uncollected
 from common.run import RunContext
 from launch.checks import Plan
@@ -132,4 +132,4 @@ def ranker(plan: Plan, notify: Notify) -> list[Helpers]:
     dispatch = plan.config.buffer.dispatch
     if dispatch == "in_order" or (dispatch == "by_deadline" and len(actor_pools(plan.config)) == 1):
         return []
-    return [load(RANKER)(plan, notify)]
+    return [resolve_name(RANKER)(plan, notify)]

@@ -8,13 +8,13 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 182,
-    "lines": 51_195,
+    "lines": 48_766,
     "longest file": 476,
     "longest function": 57,
-    "modules imported by exactly one other": 35,
+    "modules imported by exactly one other": 34,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 159,
+    "config keys": 155,
 }
 
 
