@@ -58,8 +58,7 @@ class ActorsConfig(BaseModel):
         default=0.85,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for the engine. Where workers share a GPU (gpus below 1), their shares "
-        "may add up to 0.95.",
+        description="Share of a GPU's memory for the engine; with launch.colocate at most 0.95 with the learner's.",
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs per engine.")
     cpus: float = Field(
@@ -67,7 +66,7 @@ class ActorsConfig(BaseModel):
         ge=0,
         description="Ray CPUs reserved per actor; its processes compute with as many threads, one at least.",
     )
-    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per actor: tensor_parallel_size, or a part of one.")
+    gpus: float = Field(default=0.0, ge=0, description="GPUs per actor: 0, or tensor_parallel_size.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's AsyncEngineArgs, as enforce_eager or quantization; those that Leeway "

@@ -120,7 +120,7 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
     on_cpu = current_platform.is_cpu()
     if not on_cpu and not config.gpus:
         raise ValueError(
-            "actors.gpus = 0, and the vLLM installed here computes on GPUs: give each actor one, or a part of one, or "
+            "actors.gpus = 0, and the vLLM installed here computes on GPUs: give each actor one, or "
             "install the vLLM for CPU (LEEWAY_EXTRA=cpu make install)"
         )
     if on_cpu and config.gpus:

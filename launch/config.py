@@ -165,6 +165,11 @@ class LaunchConfig(_Section):
     ray_address: str | None = Field(
         default=None, description="Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here."
     )
+    colocate: bool = Field(
+        default=False,
+        description="One actor and the learner, of one stage, compute on the same GPU: both have gpus = 1, and a "
+        "gpu_memory_share each.",
+    )
     encryption: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Lock the sockets of the buffer and the weight service with keys of this run (CURVE): 'auto' where "

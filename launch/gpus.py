@@ -4,7 +4,6 @@ The driver's own `nvidia-smi` says what there is, for the command of a run must 
 gigabyte of it for as long as the run lives.
 
     check_gpus     what the config alone says wrong
-    shared         who may come to share one, and how much of its memory they take together
     lacking_here   what it asks for, of CPUs too, and this machine has not
     stage_need     what training takes of a stage's GPU
 """
@@ -14,23 +13,22 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.process import usable_cpus
 from launch.config import Config
 from launch.errors import ConfigError
-from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
+from launch.pools import PART_OF_GPU, WorkerPool, actor_pools, scorer_pools, stage_pools
 from launch.text import GIB
 
 if TYPE_CHECKING:  # with torch
     from learner.device import MemoryNeed
 
 USABLE_SHARE = 0.95
-"""Of a GPU that workers share, for all of them together: contexts and libraries are in nobody's share."""
+"""Of a GPU that an actor and the learner share, for both: contexts and libraries are in neither share."""
 SPIKE_BYTES = int(1.5 * GIB)
 """What an engine takes beside its share for a moment where a layer's new weights come, above all the embedding's."""
 FIRST_WITH_BFLOAT16 = 8.0
@@ -39,8 +37,6 @@ MIN_DRIVER = 580
 SMALL_BUDGET = 1024
 """Tokens of a micro-batch; the default, which suits a CPU."""
 SMI_LIMIT_S = 10.0
-_UNITS = 10_000
-"""Ray counts a GPU in so many parts."""
 
 
 class Gpu(NamedTuple):
@@ -116,7 +112,7 @@ def check_gpus(config: Config) -> None:
     """Hold what workers reserve of GPUs, and take of their memory, against each other.
 
     Raises:
-        ConfigError: a GPU would idle, or not hold who shares it; or two stages could share one, or none would have one.
+        ConfigError: a worker has a part of a GPU, or one that it leaves idle; or the pair of `launch.colocate` is none.
     """
     engines = [(pool, pool.config.tensor_parallel_size) for pool in actor_pools(config)]
     for pool, most in [*((pool, 1) for pool in [*stage_pools(config), *scorer_pools(config)]), *engines]:
@@ -125,19 +121,45 @@ def check_gpus(config: Config) -> None:
                 f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker, and it computes on {most}: a stage and a "
                 "scorer do on one, an engine on actors.tensor_parallel_size; more GPUs are for more of them"
             )
+        if gpus % 1 and not config.launch.colocate:
+            raise ConfigError(
+                f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker: use whole ones, or launch.colocate = true "
+                "for one actor and one stage on the same GPU"
+            )
+    if config.launch.colocate:
+        _check_colocated(config)
     _check_stages(config, stage_pools(config))
-    if why := too_full(shared(config)):
-        raise ConfigError(why)
 
 
-_SHARE_KEYS = "actors.gpu_memory_share or learner.gpu_memory_share (unset: learner.gpus)"
+def _check_colocated(config: Config) -> None:
+    actors, learner = config.actors, config.learner
+    ones = {"actors.num_actors": actors.num_actors, "actors.gpus": actors.gpus, "learner.gpus": learner.gpus}
+    ones |= {"learner.num_stages": learner.num_stages, "learner.num_replicas": learner.num_replicas}
+    wrong = [f"{key} = {value:g}" for key, value in ones.items() if value != 1]
+    wrong += ["[pools]"] * bool(config.pools) + ["learner.device = 'cpu'"] * (learner.device == "cpu")
+    if wrong:
+        raise ConfigError(
+            f"launch.colocate = true is for one actor and one stage on a GPU, and the config has {', '.join(wrong)}: "
+            f"set {', '.join(ones)} to 1, and leave out [pools] and learner.device"
+        )
+    if (share := colocated_share(config)) > USABLE_SHARE + 1e-9:
+        raise ConfigError(
+            f"actors.gpu_memory_share and learner.gpu_memory_share (unset: {PART_OF_GPU:g}) add up to {share:g} of a "
+            f"GPU, of which launch.colocate leaves {USABLE_SHARE:g}: lower one of them"
+        )
+
+
+def colocated_share(config: Config) -> float:
+    """Return how much of a GPU's memory the pair of `launch.colocate` takes together; 0 without it."""
+    if not config.launch.colocate:
+        return 0.0
+    return round(config.actors.gpu_memory_share + (config.learner.gpu_memory_share or PART_OF_GPU), 6)
 
 
 def _check_stages(config: Config, pools: Sequence[WorkerPool]) -> None:
-    """All of them have GPUs or none has, and no two have one together."""
+    """All of them have GPUs, or none has."""
     per_stage = {pool.name: pool.bundle.get("GPU", 0.0) for pool in pools}
     without = [name for name, gpus in per_stage.items() if not gpus]
-    num_ranks = sum(pool.count for pool in pools)
     device, said = config.learner.device, ", ".join(f"{name} {gpus:g}" for name, gpus in per_stage.items())
     if device == "cuda" and without:
         raise ConfigError(
@@ -149,60 +171,6 @@ def _check_stages(config: Config, pools: Sequence[WorkerPool]) -> None:
             f"GPUs of a stage, by pool: {said}: stages on GPUs and stages on CPUs do not train together; give each "
             "pool of the learner GPUs, or none, or use learner.device = 'cpu'"
         )
-    if device != "cpu" and num_ranks > 1 and any(0 < gpus <= 1 / 2 for gpus in per_stage.values()):
-        raise ConfigError(
-            f"GPUs of a stage, by pool: {said}: two stages could come to share a GPU, which NCCL refuses; reserve a "
-            "whole one for each, or train on one with learner.num_stages = 1 and learner.num_replicas = 1"
-        )
-
-
-def _sharing(config: Config) -> Iterator[tuple[WorkerPool, float]]:
-    """Pools whose workers reserve a part of a GPU, and the share of its memory that each takes."""
-    stages = stage_pools(config) if config.learner.device != "cpu" else []
-    for pool in [*stages, *scorer_pools(config)]:
-        if 0 < (gpus := pool.bundle.get("GPU", 0.0)) < 1:
-            limit = config.learner.alone(gpus, 0).memory_limit
-            yield pool, 1.0 if limit is None else limit
-    for actors in actor_pools(config):
-        if 0 < actors.bundle.get("GPU", 0.0) < 1:
-            yield actors, actors.config.gpu_memory_share
-
-
-class Neighbours(NamedTuple):
-    """Workers that Ray may put on one GPU together."""
-
-    share: float
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return " and ".join(f"{self.names.count(name)} of pool '{name}'" for name in dict.fromkeys(self.names))
-
-
-def shared(config: Config, actors: Mapping[str, int] | None = None) -> Neighbours:
-    """Those of whom the most of one GPU's memory would be taken; `actors` says how many a pool has, if not as told.
-
-    Ray chooses by what they reserve alone, so any of them may meet whose reservations fit one GPU.
-    """
-    best: dict[int, tuple[float, tuple[str, ...]]] = {0: (0.0, ())}
-    for pool, share in _sharing(config):
-        parts = max(1, round(pool.bundle["GPU"] * _UNITS))
-        for _ in range(min((actors or {}).get(pool.name, pool.count), _UNITS // parts)):
-            for taken, (held, names) in list(best.items()):
-                with_it = (held + share, (*names, pool.name))
-                if taken + parts <= _UNITS and with_it[0] > best.get(taken + parts, (0.0, ()))[0]:
-                    best[taken + parts] = with_it
-    total, names = max(best.values(), key=lambda each: each[0])
-    return Neighbours(round(total, 6), names)
-
-
-def too_full(neighbours: Neighbours) -> str:
-    """Why a GPU could not hold them; '' where it can."""
-    if neighbours.share <= USABLE_SHARE + 1e-9:
-        return ""
-    return (
-        f"{neighbours} may come to share a GPU and would take {neighbours.share:g} of its memory, of which they have "
-        f"{USABLE_SHARE:g}: lower {_SHARE_KEYS}, or reserve whole GPUs"
-    )
 
 
 # --- what this machine has ---------------------------------------------------------------------------
@@ -224,38 +192,9 @@ def lacking_here(config: Config) -> str:
                 f"this machine has {there}: lower {key} or the number of workers, or join a cluster with "
                 "launch.ray_address; leeway doctor says what is seen here"
             )
-        if kind == "GPU" and asking and (lacks := _without_gpu(config, there) or _lacking_gpus(config)):
+        if kind == "GPU" and asking and (lacks := _lacking_gpus(config)):
             return lacks
     return ""
-
-
-def _without_gpu(config: Config, num_gpus: int) -> str:
-    """Why so many GPUs have no place for all workers, of which a part is of one GPU; '' where they have."""
-    pools = [pool for pool in (*stage_pools(config), *actor_pools(config)) if pool.bundle.get("GPU")]
-    if gpus_hold([pool.bundle["GPU"] for pool in pools for _ in range(pool.count)], num_gpus):
-        return ""
-    each = "; ".join(pool.describe() for pool in pools)
-    return (
-        f"not all parts of a GPU that the workers ask for ({each}) have a place on this machine's {num_gpus}, however "
-        "they are put together: lower gpus, or the number of workers"
-    )
-
-
-def gpus_hold(gpus: Sequence[float], num_gpus: int) -> bool:
-    """Do so many GPUs hold workers that reserve these, a part always of one GPU?"""
-    whole = num_gpus - int(sum(each for each in gpus if each >= 1))
-    parts = sorted((max(1, round(each * _UNITS)) for each in gpus if 0 < each < 1), reverse=True)
-    return sum(parts) <= whole * _UNITS and _fit(tuple(parts), (_UNITS,) * whole)
-
-
-@cache
-def _fit(shares: tuple[int, ...], free: tuple[int, ...]) -> bool:
-    """Can each of these be taken of one of those? The largest are tried first."""
-    if not shares:
-        return True
-    first, *others = shares
-    rests = {tuple(sorted((*free[:i], left - first, *free[i + 1 :]))) for i, left in enumerate(free) if left >= first}
-    return any(_fit(tuple(others), rest) for rest in sorted(rests))
 
 
 def _lacking_gpus(config: Config) -> str:
@@ -279,12 +218,11 @@ def unfit(config: Config, gpus: Sequence[Gpu]) -> str:
             f"begins at {FIRST_WITH_BFLOAT16:g}: use 'float32' (actors also take 'float16'), or hide that GPU "
             "with CUDA_VISIBLE_DEVICES"
         )
-    neighbours = shared(config)
-    for gpu in gpus if neighbours.names else ():
-        if (left := (1 - neighbours.share) * gpu.total_bytes) < SPIKE_BYTES:
+    for gpu in gpus if config.launch.colocate else ():
+        if (left := (1 - colocated_share(config)) * gpu.total_bytes) < SPIKE_BYTES:
             return (
-                f"{neighbours} may come to share {gpu} and would leave {left / GIB:.1f} GiB of it free, and "
-                f"{SPIKE_BYTES / GIB:g} GiB are needed where an engine takes new weights: lower {_SHARE_KEYS}"
+                f"an actor and the learner on {gpu} would leave {left / GIB:.1f} GiB of it free, and an engine needs "
+                f"{SPIKE_BYTES / GIB:g} GiB to take new weights: lower the gpu_memory_share of [actors] or [learner]"
             )
     return ""
 
@@ -349,10 +287,9 @@ def too_small(config: Config, need: MemoryNeed, gpus: Sequence[Gpu]) -> str:
 def describe_gpus(config: Config) -> list[str]:
     """What a dry run says of GPUs: who shares one, what a stage takes of its own, and what makes stages slow."""
     lines = []
-    if len((neighbours := shared(config)).names) > 1:
+    if config.launch.colocate:
         lines.append(
-            f"GPU        {neighbours} may share one and take {neighbours.share:g} of its memory; each is told what is "
-            "its own, so they may start in any order"
+            f"GPU        the actor and the learner share one and take {colocated_share(config):g} of its memory"
         )
     if (need := stage_need(config)) is not None:
         gpus = gpus_here() if config.launch.ray_address is None else []

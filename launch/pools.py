@@ -20,6 +20,9 @@ from launch.errors import ConfigError
 HOST_UNIT = 1e-3
 """Of the pool's resource, which a worker reserves; a host that carries 1 is never used up by it."""
 
+PART_OF_GPU = 0.5
+"""Of a GPU, which Ray reserves for each of the two workers of `launch.colocate`."""
+
 Bundle = Mapping[str, float]
 """What a worker reserves, by Ray resource; never with a 0."""
 
@@ -55,6 +58,8 @@ def actor_pools(config: Config) -> list[ActorPool]:
     common = config.actors
     sections = {name: section for name, section in config.pools.items() if section.role == "actors"}
     if not sections:
+        if config.launch.colocate:
+            common = common.model_copy(update={"gpus": PART_OF_GPU})
         return [ActorPool("actors", common.num_actors, _bundle(common.cpus, common.gpus), common)]
     pools = []
     for name, section in sections.items():
@@ -86,7 +91,8 @@ def stage_pools(config: Config) -> list[WorkerPool]:
     num_ranks = learner.num_replicas * learner.num_stages
     sections = {name: section for name, section in config.pools.items() if section.role == "learner"}
     if not sections:
-        return [WorkerPool("learner", num_ranks, _bundle(learner.cpus, learner.gpus))]
+        gpus = PART_OF_GPU if config.launch.colocate else learner.gpus
+        return [WorkerPool("learner", num_ranks, _bundle(learner.cpus, gpus))]
     left = num_ranks - sum(section.count or 0 for section in sections.values())
     pools = [_as_stages(config, name, section.count or left) for name, section in sections.items()]
     total = sum(pool.count for pool in pools)

@@ -124,13 +124,13 @@ class LearnerConfig(BaseModel):
         ge=0,
         description="Ray CPUs reserved per stage, which computes with as many threads, one at least.",
     )
-    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per stage: one, or a part of one.")
+    gpus: float = Field(default=0.0, ge=0, description="GPUs per stage: 0 or 1.")
     gpu_memory_share: float | None = Field(
         default=None,
         gt=0,
         le=1,
         description="Share of a GPU's memory that a stage may take, beside which an engine can come back at any time. "
-        "Unset: gpus, where that is below 1; else all.",
+        "Unset: all, and with launch.colocate 0.5.",
     )
     collective_timeout_s: PositiveFloat = Field(
         default=120.0,

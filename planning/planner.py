@@ -19,7 +19,7 @@ from common.process import threads_of
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
-from launch.gpus import Gpu, check_gpus, gpus_here, gpus_hold, shared, stage_need, too_full, too_small
+from launch.gpus import Gpu, check_gpus, gpus_here, stage_need, too_small
 from launch.needs import MachineNeeds
 from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
 from planning.bounds import bounds_of
@@ -186,7 +186,7 @@ class Planner:
             return -math.inf
         if not self._has_room(tuple(counts.items()), self._num_ranks(shape)) or self._lacks_memory(counts, shape):
             return -math.inf
-        if self._crowds_a_gpu(tuple(counts.values())):
+        if self.config.launch.colocate and sum(counts.values()) > 1:
             return -math.inf
         contract = self._contract(choices["weight_sync.publish_every"], choices["weight_sync.max_lag"])
         if contract is None:
@@ -309,11 +309,6 @@ class Planner:
         """Those of this machine, where it is a host; what those of others are is not known."""
         return gpus_here() if any(host.is_here for host in self._hosts) else []
 
-    @lru_cache(maxsize=4096)  # noqa: B019 -- as above
-    def _crowds_a_gpu(self, counts: tuple[int, ...]) -> bool:
-        """Would those whom Ray may put on one GPU take too much of its memory? Shapes of the learner alter nothing."""
-        return bool(too_full(shared(self.config, dict(zip(self._actors, counts, strict=True)))))
-
     @cached_property
     def _num_layers(self) -> int:
         path, own = self.config.model.path, shape_of(self.config)
@@ -362,17 +357,16 @@ class Planner:
         spared = self._scorers if any(host.is_here for host in self._hosts) else []
         workers = [(pool, pool.bundle.get("GPU", 0.0), num) for pool, num in self._workers(counts, num_ranks)]
         workers.sort(key=lambda each: (len(self._may_use[each[0].name]), -each[1], -each[0].bundle.get("CPU", 0.0)))
-        held: dict[Host, tuple[float, tuple[float, ...]]] = dict.fromkeys(self._hosts, (0.0, ()))
+        held: dict[Host, tuple[float, float]] = dict.fromkeys(self._hosts, (0.0, 0.0))
         for pool, gpus, left in workers:
             cpus = 0.0 if pool in spared else pool.bundle.get("CPU", 0.0)
             for host in self._may_use[pool.name]:
                 if not left:
                     break
                 cpus_held, gpus_held = held[host]
-                rooms = (host.cpus - cpus_held, cpus), (host.gpus - sum(gpus_held), gpus)
+                rooms = (host.cpus - cpus_held, cpus), (host.gpus - gpus_held, gpus)
                 most = min([left, *(int((room + 1e-9) / each) for room, each in rooms if each)])
-                num = next((n for n in range(most, 0, -1) if gpus_hold((*gpus_held, *[gpus] * n), int(host.gpus))), 0)
-                held[host], left = (cpus_held + num * cpus, (*gpus_held, *[gpus] * num)), left - num
+                held[host], left = (cpus_held + most * cpus, gpus_held + most * gpus), left - most
             if left:
                 return False
         return True

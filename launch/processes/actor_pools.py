@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -16,7 +15,6 @@ from actors.report import actor_name
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
-from launch.gpus import shared, too_full
 from launch.pools import ActorPool, actor_pools
 from launch.processes.actor_role import GOODBYE_S, ActorRole, ToldToEnd, told_to_end
 from launch.processes.placement import PLACEMENT_S, PlacedProcess, place_of, spawn
@@ -234,7 +232,7 @@ class ActorPools:
         Actors that leave hand back what they have leased; those that come wait for a host, with a bound.
 
         Raises:
-            ValueError: there is no such pool, no actor would be left, or they might share a GPU too small for all.
+            ValueError: there is no such pool, no actor would be left, or the only one shares its GPU with the learner.
         """
         if name not in self.pools:
             raise ValueError(f"there is no pool '{name}'; the pools of actors are {', '.join(self.pools)}")
@@ -243,8 +241,8 @@ class ActorPools:
             raise ValueError(
                 f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}; keep 1"
             )
-        if count > self.wanted[name] and (why := self._too_full(name, count)):
-            raise ValueError(why)
+        if count > 1 and self._config.launch.colocate:
+            raise ValueError("launch.colocate = true is for one actor: start a run without it")
         there = self.staying(name)
         there.sort(key=lambda actor: not actor.is_ready)  # who does not work leaves first, then the youngest
         for _ in range(count - len(there)):
@@ -261,17 +259,14 @@ class ActorPools:
         return [actor for actor in self.actors if actor.pool == name and not actor.is_going]
 
     def room(self, name: str) -> int:
-        """How many more actors of a pool have a place now: what is free of each host, and memory of shared GPUs."""
-        bundle, here = self.pools[name].bundle, len(self.staying(name))
+        """Return how many more actors of a pool have a place now, by what is free of each host."""
+        if self._config.launch.colocate:
+            return 0
+        bundle = self.pools[name].bundle
         hosts = ray._private.state.available_resources_per_node().values()
         places = (min(host.get(kind, 0.0) / bundle[kind] for kind in bundle) for host in hosts) if bundle else ()
         # of what reserves nothing any number has a place; and 0.3 / 0.1 is a little less than 3
-        free = sum(int(each + 1e-6) for each in places) if bundle else MOST_OF_NOTHING
-        return bisect(range(here + 1, here + free + 1), "", key=lambda count: self._too_full(name, count))
-
-    def _too_full(self, name: str, count: int) -> str:
-        """Why a GPU could not hold those who share it, were there so many actors in a pool; '' where it can."""
-        return too_full(shared(self._config, {**self.wanted, name: count}))
+        return sum(int(each + 1e-6) for each in places) if bundle else MOST_OF_NOTHING
 
     def _enlist(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1

@@ -13,25 +13,26 @@ from launch.config import ModelConfig, load_config
 from launch.errors import ConfigError
 from launch.gpus import (
     Gpu,
-    _fit,
-    _without_gpu,
     check_gpus,
+    colocated_share,
     describe_gpus,
     gpu_processes,
     gpus_here,
-    shared,
     stage_need,
     too_small,
     unfit,
 )
+from launch.pools import actor_pools, stage_pools
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "demo.toml"
 GIB = 2**30
 H100 = "0, GPU-aa, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0"
 T4 = "1, GPU-bb, Tesla T4, 580.65.06, 15360, 3, 7.5"
-ONE_GPU = ("--actors.num_actors", "1", "--actors.gpus", "0.5", "--learner.num_stages", "1", "--learner.gpus", "0.5")
-ONE_STAGE = ("--learner.num_stages", "1")
+ONE_GPU = (
+    *("--launch.colocate", "true", "--actors.num_actors", "1", "--actors.gpus", "1"),
+    *("--learner.num_stages", "1", "--learner.gpus", "1"),
+)
 SHARES = ("--actors.gpu_memory_share", "0.4", "--learner.gpu_memory_share", "0.5")
 
 
@@ -95,51 +96,42 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
 # --- sharing --------------------------------------------------------------------------------------
 
 
+def test_an_actor_and_the_learner_take_their_shares_of_one_gpu_together():
+    config = demo(*ONE_GPU, *SHARES)
+    check_gpus(config)
+    assert colocated_share(config) == pytest.approx(0.9)
+    assert colocated_share(demo(*ONE_GPU, "--actors.gpu_memory_share", "0.4")) == pytest.approx(0.9), "0.5 if unset"
+    assert colocated_share(demo("--learner.gpus", "1", "--actors.gpus", "1")) == 0.0
+    (actors,), (stages,) = actor_pools(config), stage_pools(config)
+    assert (actors.bundle["GPU"], actors.config.gpus, stages.bundle["GPU"]) == (0.5, 0.5, 0.5)
+
+
 @pytest.mark.parametrize(
-    ("overrides", "total"),
+    ("overrides", "said"),
     [
-        ((), 0.0),
-        (("--learner.gpus", "1", "--actors.gpus", "1"), 0.0),
-        ((*ONE_GPU, *SHARES), 0.9),
-        ((*ONE_GPU, "--actors.gpu_memory_share", "0.4"), 0.9),
-        ((*ONE_GPU, *SHARES, "--learner.device", "cpu"), 0.4),
-        (("--actors.num_actors", "4", "--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.2"), 0.8),
-        (("--actors.num_actors", "9", "--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.2"), 0.8),
-        (("--actors.num_actors", "3", "--actors.gpus", "0.6", "--actors.gpu_memory_share", "0.9"), 0.9),
+        (
+            ("--actors.gpus", "0.5"),
+            "pool 'actors' reserves 0.5 GPUs for each worker: use whole ones, or launch.",
+        ),
+        (("--learner.gpus", "0.75"), "pool 'learner' reserves 0.75 GPUs for each worker"),
+        (("--pools.sc.role", "scorer", "--pools.sc.gpus", "0.5"), "pool 'sc' reserves 0.5 GPUs"),
+        ((*ONE_GPU, "--learner.num_stages", "2"), "the config has learner.num_stages = 2: set actors.num_actors, "),
+        ((*ONE_GPU, "--actors.gpus", "0", "--learner.device", "cpu"), "has actors.gpus = 0, learner.device = 'cpu'"),
+        ((*ONE_GPU, "--pools.sc.role", "scorer"), "and the config has [pools]"),
+        (ONE_GPU, "(unset: 0.5) add up to 1.35 of a GPU, of which launch.colocate leaves 0.95: lower one of them"),
     ],
 )
-def test_shares_are_added_up_of_all_whom_ray_may_put_on_one_gpu(overrides, total):
-    assert shared(demo(*overrides))[0] == pytest.approx(total)
-    check_gpus(demo(*overrides))
+def test_a_part_of_a_gpu_is_for_an_actor_and_a_stage_that_it_holds_alone(overrides, said):
+    with pytest.raises(ConfigError) as error:
+        check_gpus(demo(*overrides))
+    assert said in str(error.value)
 
 
-def test_workers_of_several_pools_are_the_worst_that_fits_one_gpu():
-    config = demo(*ONE_GPU[4:], "--pools.a", '{role = "actors", gpus = 0.3, gpu_memory_share = 0.25, count = 2}')
-    config = config.model_copy(update={"actors": config.actors.model_copy(update={"num_actors": 2})})
-    found = shared(config)
-    assert found.share == pytest.approx(0.5 + 0.25), "0.5 + 0.3 + 0.3 of a GPU are more than one"
-    assert str(found) == "1 of pool 'learner' and 1 of pool 'a'"
-    assert shared(config, {"a": 0}).names == ("learner",)
-
-
-def test_a_scorer_takes_its_share_where_the_learner_has_no_gpu_too():
-    scorer = ("--pools.sc.role", "scorer", "--pools.sc.gpus", "0.5")
-    actor = ("--actors.num_actors", "1", "--actors.gpus", "0.5", "--actors.gpu_memory_share", "0.6")
-    config = demo(*scorer, *actor, "--learner.device", "cpu")
-    assert str(shared(config)) == "1 of pool 'sc' and 1 of pool 'actors'"
-    with pytest.raises(ConfigError, match=r"would take 1\.1 of its memory"):
-        check_gpus(config)
-
-
-def test_a_gpu_that_would_be_too_full_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"1 of pool 'learner' and 1 of pool 'actors' may come to share a GPU .* 1.35"
-    ):
-        check_gpus(demo(*ONE_GPU))
+def test_a_gpu_that_leaves_too_little_beside_the_pair_is_refused():
     small = demo(*ONE_GPU, *SHARES)
     assert unfit(small, [card(24)]) == ""
-    assert "share GPU 0 (H100, 12 GiB) and would leave 1.2 GiB of it free" in unfit(small, [card(80), card(12)])
-    assert unfit(demo("--learner.gpus", "1"), [card(12)]) == "", "who has it alone leaves as much as it likes"
+    assert "learner on GPU 0 (H100, 12 GiB) would leave 1.2 GiB of it free" in unfit(small, [card(80), card(12)])
+    assert unfit(demo("--learner.gpus", "1"), [card(12)]) == "", "a worker that has it alone may fill it"
 
 
 # --- what a card can do ---------------------------------------------------------------------------
@@ -170,29 +162,6 @@ def test_a_dry_run_names_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path, driv
     assert "cannot use the GPUs that the driver shows: the CUDA 13 wheels need a driver of 580" in lacking
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert check(demo("--learner.gpus", "1"), tmp_path / "run").lacking == ""
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_gpus", "lacks"),
-    [
-        (["--actors.gpus", "0.6", "--actors.num_actors", "3"], 2, "not all parts of a GPU"),
-        (["--actors.gpus", "0.6", "--actors.num_actors", "3"], 3, ""),
-        (["--actors.gpus", "0.5", "--actors.num_actors", "4"], 2, ""),
-        (["--actors.gpus", "0.3", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "1"], 2, ""),
-        (["--actors.gpus", "0.4", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "0.6"], 2, ""),
-        (["--actors.gpus", "0.4", "--actors.num_actors", "3", *ONE_STAGE, "--learner.gpus", "0.7"], 2, "not all parts"),
-    ],
-)
-def test_a_part_of_a_gpu_has_a_place_only_where_one_gpu_has_all_of_it(overrides, num_gpus, lacks):
-    said = _without_gpu(demo(*overrides), num_gpus)
-    assert (bool(said), lacks in said) == (bool(lacks), True), said
-
-
-def test_parts_have_a_place_where_any_way_to_put_them_together_gives_them_one():
-    assert _fit((50, 40, 30, 30, 30, 20), (100, 100)), "though not the largest first, each where it fits"
-    assert not _fit((60, 60, 60), (100, 100))
-    assert _fit((10,) * 80, (100,) * 8)
-    assert not _fit((10,) * 81, (100,) * 8)
 
 
 # --- what training takes --------------------------------------------------------------------------
@@ -272,7 +241,7 @@ def test_a_dry_run_says_what_a_stage_takes_and_warns_of_what_is_slow_on_a_gpu(dr
     assert [line.split()[0] for line in good] == ["GPU"]
     driver("0, GPU-aa, H100, 580, 1100, 4, 9.0")
     (both, *_) = describe_gpus(demo(*ONE_GPU, *SHARES))
-    assert both.startswith("GPU        1 of pool 'learner' and 1 of pool 'actors' may share one and take 0.9 of its ")
+    assert both == "GPU        the actor and the learner share one and take 0.9 of its memory"
     (small,) = describe_gpus(
         demo("--learner.gpus", "1", "--learner.precision", "bfloat16", "--learner.token_budget", "16384")
     )

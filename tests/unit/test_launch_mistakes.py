@@ -276,9 +276,10 @@ CASES = [
     Case(
         "a GPU that is too full",
         demo(
-            *["--actors.gpus", "0.5", "--actors.num_actors", "1", "--learner.num_stages", "1", "--learner.gpus", "0.5"]
+            *["--actors.gpus", "1", "--actors.num_actors", "1", "--learner.num_stages", "1", "--learner.gpus", "1"],
+            *["--launch.colocate", "true"],
         ),
-        ("1 of pool 'learner' and 1 of pool 'actors' may come to share a GPU and would take 1.35",),
+        ("add up to 1.35 of a GPU",),
     ),
     Case("more than all of a GPU", demo("--learner.gpu_memory_share", "1.5"), ("gpu_memory_share = 1.5: ",)),
     Case(

@@ -183,20 +183,23 @@ def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypat
     assert best == 2, "what a scorer reserves, which may be given up, is no reason to have fewer"
 
 
-def test_every_worker_has_all_that_it_reserves_on_one_host_and_parts_of_a_gpu_on_one_gpu(tmp_path):
+def test_every_worker_has_all_that_it_reserves_on_one_host():
     told = ["--learner.num_stages", "1", "--learner.num_replicas", "1", "--weight_sync.max_lag", "0"]
     here, small = Host("here", frozenset(), 64.0, 2.0, is_here=True), Host("h0", frozenset(), 4.0, 0.0)
     hosts = [small._replace(name=f"h{number}") for number in range(4)]
-    for keys, there, most in (("--actors.gpus=0.6", [here], 2), ("--actors.cpus=3", hosts, 4)):
+    for keys, there, most in (("--actors.gpus=1", [here], 2), ("--actors.cpus=3", hosts, 4)):
         assert max(each["actors.num_actors"] for each in possible(made(keys, *told, hosts=there))) == most
-    config = tmp_path / "pools.toml"
+
+
+def test_an_actor_that_shares_its_gpu_with_the_learner_stays_alone_in_a_plan(tmp_path):
+    config = tmp_path / "colocated.toml"
     text = DEMO.read_text().replace('path = "demo_model"', f'path = "{DEMO.parent / "demo_model"}"')
-    config.write_text(text.replace("num_actors = 2\n", "gpus = 0.5\ngpu_memory_share = 0.2\n"))
-    pools = [word for name, gpus in (("a", 0.5), ("b", 0.4), ("c", 0.3)) for word in pool(name, gpus=gpus)]
-    engines = profile("--actors.gpus=0.5", "--actors.gpu_memory_share=0.2")
-    planner = Planner(config, [*told, *pools], engines, [here], {})
-    for counts, fits in (((0, 2, 4), True), ((2, 1, 2), True), ((1, 3, 1), False), ((2, 2, 1), False)):
-        assert planner._has_room(tuple(zip("abc", counts, strict=True)), 1) == fits
+    config.write_text(text.replace("num_actors = 2\n", "num_actors = 1\ngpus = 1\ngpu_memory_share = 0.4\n"))
+    one = ["--launch.colocate=true", "--learner.gpus=1", "--learner.num_stages=1", "--learner.num_replicas=1"]
+    engines = profile("--actors.gpus=1", "--actors.gpu_memory_share=0.4")
+    hosts = [Host("here", frozenset(), 64.0, 4.0, is_here=True)]
+    planner = Planner(config, one, engines, hosts, {})
+    assert {each["actors.num_actors"] for each in possible(planner)} == {1}
 
 
 def test_what_is_reserved_is_counted_as_train_does_and_cores_are_shared_as_far_as_there_are_any(monkeypatch):
@@ -213,13 +216,6 @@ def test_gpus_are_not_shared_as_cores_are():
     host = Host("h", frozenset(), 2.0, 1.0)
     planner = made("--learner.gpus", "1", "--learner.num_stages", "1", "--actors.num_actors", "6", hosts=[host])
     assert {shape.num_replicas for shape in planner.space.dimensions["learner"]} == {1}
-
-
-def test_no_more_actors_share_a_gpu_than_its_memory_holds():
-    hosts = [Host("here", frozenset(), 64.0, 1.0, is_here=True)]
-    told = ("--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.4", "--learner.num_stages", "1")
-    found = possible(made(*told, "--learner.num_replicas", "1", hosts=hosts))
-    assert {each["actors.num_actors"] for each in found} == {1, 2}, "four reserve one, and want 1.6 of its memory"
 
 
 def test_memory_is_reckoned_as_the_doctor_does_whatever_the_command_line_and_pools_of_stages_say(monkeypatch):

@@ -76,12 +76,6 @@ def test_the_ranks_of_the_learner_are_in_its_pools_in_their_order(load):
 FRONT_ON_GPU = '[pools.front]\nrole = "learner"\ncount = 1\ngpus = 1\n[pools.back]\nrole = "learner"\n'
 
 
-def test_stages_may_share_no_gpu_and_one_stage_may_share_its_with_an_actor(load, tmp_path):
-    alone = ["--learner.gpus", "0.5", "--learner.num_stages", "1"]
-    for overrides in (alone, ["--learner.gpus", "1"], ["--learner.gpus", "0.5", "--learner.device", "cpu"]):
-        check(load("", *overrides), tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("sections", "overrides", "message"),
     [
@@ -93,7 +87,6 @@ def test_stages_may_share_no_gpu_and_one_stage_may_share_its_with_an_actor(load,
         ('[pools.a]\nrole = "learner"\nresource = "CPU"\n', [], "pools.a.resource = 'CPU' is what Ray itself"),
         ('[pools.a]\nrole = "actors"\ntensor_parallel_size = 2\n', [], "pools.a.tensor_parallel_size = 2 needs"),
         ("", ["--learner.device", "cuda"], "stages of learner reserve no GPU, so they would see none"),
-        ("", ["--learner.gpus", "0.5"], "learner 0.5: two stages could come to share a GPU, which NCCL refuses"),
         (FRONT_ON_GPU, [], "front 1, back 0: stages on GPUs and stages on CPUs do not train together"),
         (FRONT_ON_GPU, ["--learner.device", "cuda"], "stages of back reserve no GPU"),
     ],

@@ -52,8 +52,8 @@ def start(world, folder, *overrides) -> Scorers:
 def test_a_pool_reserves_for_each_what_a_stage_does_unless_it_says_otherwise(tmp_path):
     (pool,) = scorer_pools(plan(tmp_path / "a", *POOL, "--pools.score.resource", "").config)
     assert (pool.name, pool.count, pool.bundle) == ("score", 1, {"CPU": 0.5})
-    (pool,) = scorer_pools(plan(tmp_path / "b", *POOL, "--pools.score.count", "3", "--pools.score.gpus", "0.4").config)
-    assert (pool.count, pool.bundle["GPU"], sorted(pool.bundle)) == (3, 0.4, ["CPU", "GPU", "pool_score"])
+    (pool,) = scorer_pools(plan(tmp_path / "b", *POOL, "--pools.score.count", "3", "--pools.score.gpus", "1").config)
+    assert (pool.count, pool.bundle["GPU"], sorted(pool.bundle)) == (3, 1.0, ["CPU", "GPU", "pool_score"])
 
 
 @pytest.mark.parametrize(

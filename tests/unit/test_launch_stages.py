@@ -336,10 +336,10 @@ def test_a_rank_is_told_of_what_its_own_pool_reserves_and_has_the_environment_of
 
     monkeypatch.setattr(Rank, "told", tell)
     first = '{role = "learner", count = 1, gpus = 1, cpus = 3}'
-    pools = ["--pools.a", first, "--pools.b", '{role = "learner", gpus = 0.75}']
+    pools = ["--pools.a", first, "--pools.b", '{role = "learner", gpus = 1}']
     learner = Learner(tmp_path, monkeypatch, *pools, "--launch.env.NCCL_DEBUG", "INFO")
     learner.start()
-    assert told == [(0, 1.0, 3), (1, 0.75, 1)]
+    assert told == [(0, 1.0, 3), (1, 1.0, 1)]
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "INFO"}
     assert [rank.variables for rank in learner.ranks] == [expected, expected]
 

@@ -247,31 +247,24 @@ def test_an_actor_is_told_how_long_its_engine_may_take_and_the_variables_of_the_
     assert started[0].variables == {"VLLM_ENGINE_READY_TIMEOUT_S": "900", "NCCL_DEBUG": "INFO"}
 
 
-def test_a_pool_grows_no_further_than_the_memory_of_a_gpu_that_its_actors_share(two_actors, started, ended):
+def test_an_actor_that_shares_its_gpu_with_the_learner_stays_alone(two_actors, started, ended):
     pools = two_actors.pools
-    pools._config = load_config(DEMO, ["--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.3"])
-    pools.scale("actors", 3)
-    with pytest.raises(ValueError, match=r"^4 of pool 'actors' may come to share a GPU and would take 1.2 of its"):
-        pools.scale("actors", 4)
-    assert (pools.wanted, len(pools.actors)) == ({"actors": 3}, 3)
-    pools.scale("actors", 2)
+    pools._config = load_config(DEMO, ["--launch.colocate", "true"])
+    with pytest.raises(ValueError, match=r"^launch\.colocate = true is for one actor"):
+        pools.scale("actors", 3)
+    assert (pools.wanted, len(pools.actors), pools.room("actors")) == ({"actors": 2}, 2, 0)
 
 
 @pytest.mark.parametrize(
-    ("share", "free", "room"),
+    ("free", "room"),
     [
-        (0.3, [{"CPU": 8.0, "GPU": 0.5}], 1),
-        (0.4, [{"CPU": 8.0, "GPU": 0.5}], 0),
-        (0.2, [{"CPU": 8.0, "GPU": 0.5}], 2),
-        (0.1, [{"CPU": 8.0, "GPU": 0.2}, {"CPU": 1.0, "GPU": 0.2}, {"CPU": 9.0}], 0),
-        (0.1, [{"CPU": 0.5, "GPU": 1.0}, {"CPU": 8.0, "GPU": 0.75}], 3),
+        ([{"CPU": 8.0, "GPU": 1.0}], 1),
+        ([{"CPU": 8.0, "GPU": 0.5}], 0),
+        ([{"CPU": 0.5, "GPU": 1.0}, {"CPU": 8.0, "GPU": 3.0}, {"CPU": 9.0}], 3),
     ],
 )
-def test_a_pool_has_room_for_what_each_host_holds_and_the_memory_of_shared_gpus(
-    two_actors, monkeypatch, share, free, room
-):
-    said = ["--actors.gpus", "0.25", "--actors.gpu_memory_share", str(share), "--actors.cpus", "1"]
-    two_actors.pools._config = load_config(DEMO, said)
+def test_a_pool_has_room_for_what_each_host_holds(two_actors, monkeypatch, free, room):
+    two_actors.pools._config = load_config(DEMO, ["--actors.gpus", "1", "--actors.cpus", "1"])
     two_actors.pools.pools = {pool.name: pool for pool in actor_pools(two_actors.pools._config)}
     state = SimpleNamespace(available_resources_per_node=lambda: dict(enumerate(free)))
     monkeypatch.setattr(ray._private, "state", state)
