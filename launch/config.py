@@ -249,7 +249,6 @@ class TrackingConfig(_Section):
     display: Literal["auto", "live", "plain", "off"] = Field(
         default="auto", description="Live view on a terminal, or a line every few seconds."
     )
-    log_every: PositiveInt = Field(default=1, description="Write every n-th step to metrics.jsonl and W&B.")
     prometheus_port: int | None = Field(
         default=None,
         ge=1,

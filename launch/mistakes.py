@@ -38,7 +38,7 @@ IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("task.answer_tag", "task.rewards", lambda c: not c.task.rewards),
 )
 """Keys, of one `type` of their section or of all, the key that decides whether they act, and whether they do."""
-STEPS = "learner.warmup_steps learner.checkpoint_every tracking.log_every algorithm.beta_steps actors.eval_every"
+STEPS = "learner.warmup_steps learner.checkpoint_every algorithm.beta_steps actors.eval_every"
 """Keys that count steps, or updates; a run may end before they are over."""
 
 

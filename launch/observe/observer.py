@@ -156,19 +156,11 @@ class Observer:
             self._write()
 
     def take_up(self, rows: Iterable[Mapping[str, Any]], step: int, version: int, num_redone: int = 0) -> None:
-        """Count on from the rows of earlier commands, in order; the learner goes on at this step.
-
-        A row stands for the steps before it, too, that tracking.log_every left out, and the last for those after it.
-        """
-        last, row = 0, dict[str, Any]()
-        for row in map(dict, rows):
-            self._first_row = self._first_row or row
+        """Count on from the rows of earlier commands, one per step in order; the learner goes on at this step."""
+        for row in rows:
+            self._first_row = self._first_row or dict(row)
             self._restarts_before = max(self._restarts_before, int(row["restarts"]))
-            for number in range(last + 1, int(row["step"]) + 1):
-                self._count({**row, "step": number}, {})
-            last = int(row["step"])
-        for number in range(last + 1, step + 1 if row else 0):
-            self._count({**row, "step": number}, {})
+            self._count(row, {})
         self._restarts_before += 1
         self.totals.num_redone += num_redone
         self.status.step, self.status.version = step, version

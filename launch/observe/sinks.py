@@ -53,9 +53,7 @@ class Tracker:
             self._wandb = start_wandb(config, folder, run_id)
 
     def step(self, row: Mapping[str, Any], step: int) -> None:
-        """Write the row of a step, if it is one of every tracking.log_every."""
-        if step % self._config.tracking.log_every:
-            return
+        """Write the row of a step."""
         finite = _append(self._metrics, {"step": step, **row})
         if step >= self._wandb_step:
             # its history only grows: a step that a restarted learner takes again stays as it was taken first

@@ -215,7 +215,6 @@ class RunStatus(msgspec.Struct, kw_only=True):
     steps_redone: int = 0
     """Steps taken once more so far, because a learner was lost before a checkpoint held them."""
     trained_tokens: int = 0
-    """Of a step that an earlier command took and tracking.log_every left out, as many as of the next one with a row."""
     version: int = 0
     published: str | None = None
     """Newest published version, as that of an actor."""

@@ -178,7 +178,7 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step; metrics.jsonl may lack it because of tracking.log_every."""
+        """Number of the last step; metrics.jsonl may still lack it."""
         return max(self.metrics.num_steps, self.status.step if self.status is not None else 0)
 
     @property

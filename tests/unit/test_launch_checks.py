@@ -327,7 +327,6 @@ IDLE_KEYS = {
     "learner.gpu_memory_share": "0.5",
     "learner.warmup_steps": "100000",
     "learner.checkpoint_every": "100000",
-    "tracking.log_every": "100000",
     "launch.autoscale_most": "7",
 }
 

@@ -61,7 +61,7 @@ def config(tmp_path):
             "model": {"path": str(tmp_path)},
             "task": {"type": "reasoning_gym", "name": "chain_sum"},
             "algorithm": {"type": "trajectory_balance"},
-            "tracking": {"wandb": "disabled", "log_every": 2},
+            "tracking": {"wandb": "disabled"},
         }
     )
 
@@ -225,7 +225,6 @@ def test_a_step_that_is_taken_again_has_one_row_in_the_file_and_wandb_keeps_the_
 
 def test_a_step_whose_row_died_with_the_launcher_gets_it_from_the_checkpoint(config, tmp_path):
     folder = RunFolder(tmp_path)
-    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"log_every": 1})})
     reports = [{"step": step, "loss": step / 8} for step in (3, 4, 5)]
     folder.metrics.write_text("".join(f'{{"step": {n}, "loss": 9.0, "restarts": 2}}\n' for n in (1, 2, 3)))
     with Tracker(config, folder) as tracker:
@@ -297,4 +296,4 @@ def test_what_is_not_finite_is_null(config, tmp_path):
     with Tracker(config, folder) as tracker:
         tracker.step({"loss": 1.0}, 1)
         tracker.step({"loss": float("nan"), "lr": 0.5}, 2)
-    assert read(folder.metrics) == [{"step": 2, "loss": None, "lr": 0.5}]
+    assert read(folder.metrics)[1:] == [{"step": 2, "loss": None, "lr": 0.5}]

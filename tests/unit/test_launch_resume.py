@@ -321,13 +321,6 @@ def test_the_observer_counts_on_from_what_earlier_commands_reported(tmp_path):
     assert (summary["trained_tokens"], summary["steps_redone"]) == (30, 5)
 
 
-def test_rows_stand_for_the_steps_that_log_every_left_out(tmp_path):
-    observer = Observer(plan(tmp_path / "run"))
-    observer.take_up([row(3), row(6), row(7)], step=9, version=9)
-    assert observer.totals.num_tokens == 9 * row(6)["batch/completion_tokens"]
-    assert observer.totals.num_redone == 0
-
-
 def test_a_run_whose_command_lives_is_refused_with_its_process(folder, capsys):
     with claimed(folder):
         assert owner_of(folder) == os.getpid()
