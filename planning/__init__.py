@@ -1,6 +1,6 @@
 """Optional: what a run will do before it runs, and what follows from that. Lies above `launch`; no package imports it.
 
-A key or a verb loads what it asks for by its dotted name (`common.plugins`).
+A key or a verb loads what it asks for by its dotted name (`pkgutil.resolve_name`).
 
 verbs      `leeway profile` and `leeway plan`
 profiling  what a run cost, from folders of runs; two short ones that are made for it
