@@ -136,7 +136,7 @@ class BufferConfig(BaseModel):
         return self
 
     def check_capacity(self, group_size: int, num_groups: int) -> None:
-        """Check that so many groups have room.
+        """Check that `num_groups` groups have room.
 
         Raises:
             ValueError: they have not.

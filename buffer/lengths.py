@@ -18,7 +18,7 @@ import msgspec
 SHARE = 0.9
 """The quantile of the longest of K that is foretold."""
 _LIKE_GROUPS = 4.0
-"""What is assumed of spread and noise weighs as much as so many groups."""
+"""Groups that the assumed spread and noise weigh as much as."""
 _ASSUMED = 0.2
 """Spread and noise before anything was seen: of 16 in 20 samples the length is within a factor of 2 of the median."""
 NUM_BUCKETS = 48

@@ -70,11 +70,11 @@ class NextPrompt(NamedTuple):
 class Dispatcher:
     """Chooses which of the next prompts goes to the actor that asks: the first.
 
-    `choose` is the rule. The other methods are what a rule by lengths needs to learn and to say; here they do nothing.
+    `choose` is the rule. A rule by lengths learns through the other methods; here they do nothing.
     """
 
     predicts: ClassVar[bool] = False
-    """Does it know how long answers will be?"""
+    """Whether it predicts lengths."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class Dispatcher:
         pace: Pace,
         clock: Callable[[], float],
     ) -> None:
-        """Of one store; `pace` and `clock` are those of its service."""
+        """Dispatch for one store; `pace` and `clock` are those of its service."""
 
     def load(self, tx: Transaction) -> None:
         """Read what was stored."""
 
     def opens_window(self, request: LeaseRequest) -> bool:
-        """Would it not simply take the first of any window?"""
+        """Return whether the choice needs a window of prompts."""
         return False
 
     def choose(self, window: Window, request: LeaseRequest) -> Waiting:
@@ -98,11 +98,11 @@ class Dispatcher:
         return next(iter(window))
 
     def takes(self, longest: float, request: LeaseRequest) -> bool:
-        """May a prompt that came back, with answers of so many tokens, go to this actor?"""
+        """Return whether a returned prompt whose longest answer has `longest` tokens may go to this actor."""
         return True
 
     def hand_on_at(self, request: LeaseRequest) -> int:
-        """Return with how many tokens samples of this actor go on elsewhere; 0: with none."""
+        """Return the tokens at which samples of this actor are requeued for another one; 0: never."""
         return 0
 
     def longest_of(self, tx: Transaction, prompts: Ids) -> Floats:
@@ -114,17 +114,17 @@ class Dispatcher:
         return 0.0
 
     def renewed(self, actor: str) -> None:
-        """Note that an actor goes on with what it has."""
+        """Note that an actor renewed its leases."""
 
     def saw(self, tx: Transaction, group: Group) -> None:
-        """Learn from the samples that a group has, of which no more come."""
+        """Learn from the samples of a group that is complete."""
 
     def visits(self) -> tuple[VisitsReply, pa.RecordBatch]:
-        """Return what is known of prompts, those of the last groups first where they are too many."""
+        """Return what is known of prompts, those of the newest groups first."""
         return VisitsReply(0, False), pa.RecordBatch.from_pylist([], schema=VISITS)
 
     def expect(self, message: Expect, batch: pa.RecordBatch) -> None:
-        """Take in what the ranker predicts of prompts that were not seen."""
+        """Store what the ranker predicts of new prompts."""
 
 
 class Prompts:
@@ -212,7 +212,7 @@ class Prompts:
         return made
 
     def _returned(self, tx: Transaction, request: LeaseRequest, most: int) -> NextPrompt | None:
-        """The first of so many prompts that came back which this actor may have."""
+        """Return the first of `most` returned prompts that this actor may have, or None."""
         first = list(islice(tx.returned_prompts.all_items(), most))
         if not first:
             return None

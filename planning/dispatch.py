@@ -35,14 +35,14 @@ from common.staleness import StalenessContract
 from planning.length_model import LengthModel
 
 HAND_ON_SHARE = 0.7
-"""Of the tokens that a lane makes in time: a sample that has so many goes on on a faster one."""
+"""Share of the tokens that a lane makes in time; a sample with more is requeued for a faster lane."""
 _ALIKE = 1.1
 """Lanes whose tokens take so little longer are of one speed."""
 _FURTHEST = 20.0
-"""From the level, in logarithms; nobody believes more."""
+"""Largest accepted distance of a prediction from the level, in logarithms."""
 MOST_LANES = 64
 FORGOTTEN_S = 60.0
-"""A lane of which nobody has asked or renewed for so long, or as long as a lease lasts, is gone."""
+"""Seconds without a request or renewal after which a lane is gone; at least as long as a lease lasts."""
 
 
 class Speeds(NamedTuple):
@@ -60,7 +60,7 @@ class InOrder:
     """Gives the first; what it says holds of every policy that does not say otherwise."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
-        """Does it depend on them where there are so many lanes?"""
+        """Return whether the choice depends on lengths with `num_lanes` lanes."""
         return False
 
     def is_in_order(self, speeds: Speeds) -> bool:
@@ -68,7 +68,7 @@ class InOrder:
         return True
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
-        """May a prompt that came back, with answers of so many tokens, go to this actor? The fastest takes any."""
+        """Return whether a returned prompt with answers of `longest` tokens may go here; the fastest takes any."""
         return True
 
     def choose(self, window: Window, speeds: Speeds) -> Waiting:
@@ -76,7 +76,7 @@ class InOrder:
         return next(iter(window))
 
     def hands_on_at(self, speeds: Speeds) -> float:
-        """A sample that has so many tokens goes on elsewhere; infinite where none does."""
+        """Return the tokens at which a sample is requeued for another actor; infinite: never."""
         return inf
 
 
@@ -126,7 +126,7 @@ class ByDeadline(InOrder):
         return longest if is_late else made_in_time[0]
 
     def hands_on_at(self, speeds: Speeds) -> float:
-        """What has run so long without an end is likely to run as long again, and would be late here."""
+        """A sample that reaches this length is likely to take as long again, and would be late here."""
         return inf if self.is_in_order(speeds) else HAND_ON_SHARE * self._in_time(speeds)
 
     def _in_time(self, speeds: Speeds) -> float:
@@ -225,7 +225,7 @@ class LengthDispatcher(Dispatcher):
         return VisitsReply(self.lengths.num_seen, self.lengths.is_expecting), batch
 
     def expect(self, message: Expect, batch: pa.RecordBatch) -> None:
-        """Believe what is foretold of prompts that were not seen. It is not stored: whoever foretold it says it again.
+        """Accept predictions of new prompts. They are not stored: the ranker sends them again.
 
         Raises:
             BufferRefused: it is of prompts that there are not, or no number.

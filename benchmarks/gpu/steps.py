@@ -125,7 +125,7 @@ def run_step(
         step: which.
         folder: that steps share.
         on_cpu: at tiny shapes.
-        limit_s: at most so long, and at most its own limit, which is ON_CPU times as long on the CPU.
+        limit_s: seconds that are left. Its own limit holds too, and is ON_CPU times as long on the CPU.
         beside: a folder for its tables and traces.
         write: takes each line.
         engine_args: further arguments of every vLLM engine.

@@ -276,7 +276,7 @@ class View:
             [Text.assemble((time.strftime("%H:%M:%S", time.localtime(each.time_s)), "dim"), f" {each.text}")]
             for each in status.events
         ]
-        nobody: list[Row] = [] if status.ended else [[Text("nobody waits", style="dim")]]
+        idle: list[Row] = [] if status.ended else [[Text("no process waits", style="dim")]]
         for pane in (
             Pane("wrong", wrapped(status.tripped, "red"), least=2),
             Pane("pools", [_pool(each, sorted(status.lags)) for each in status.pools], least=2),
@@ -285,7 +285,7 @@ class View:
             Pane("services", [_process(each, now_s) for each in status.services]),
             Pane("buffer", list(_buffer(status, width)), least=2),
             Pane("lag", bars, least=MAX_LAG_ROWS),
-            Pane("waits", wrapped(status.waits) or nobody, least=2),
+            Pane("waits", wrapped(status.waits) or idle, least=2),
             Pane("events", events, keeps_end=True),
         ):
             if pane.rows:
