@@ -26,14 +26,7 @@ from launch.mistakes import idle_keys
 from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes
-from launch.run_folder import (
-    RecordedFacts,
-    RunFolder,
-    RunIdentity,
-    already_there,
-    check_weights_folder,
-    check_writable,
-)
+from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, already_there, check_weights_folder, check_writable
 from learner.decoders import cost_shares, split_layers
 from weight_sync.config import WeightSyncConfig
 
@@ -379,19 +372,20 @@ def _check_weight_sync(config: Config, *, is_new: bool) -> None:
 
 def _check_ports(config: Config, *, is_new: bool) -> None:
     """Refuse a port that two sockets of the run share or, unless an earlier command may hold it, that is taken."""
-    buffer, sync, prometheus = config.buffer, config.weight_sync, config.tracking.prometheus_port or 0
-    hosts = {"buffer.port": buffer.host, "weight_sync.port": sync.host, "tracking.prometheus_port": None}
-    ports = {"buffer.port": buffer.port, "weight_sync.port": 0 if sync.transport == "folder" else sync.port}
-    ports["tracking.prometheus_port"] = prometheus
-    for (first, port), (second, other) in combinations(ports.items(), 2):
+    buffer, sync, last = config.buffer, config.weight_sync, "tracking.prometheus_port"
+    named = {
+        "buffer.port": (buffer.host, buffer.port),
+        "weight_sync.port": (sync.host, 0 if sync.transport == "folder" else sync.port),
+        last: (None, config.tracking.prometheus_port or 0),
+    }
+    for (first, (_, port)), (second, (_, other)) in combinations(named.items(), 2):
         if port and port == other:
             raise ConfigError(f"{second} = {other} is also {first}: choose another port for one of them")
-    if not is_new or config.launch.ray_address is not None:
-        hosts = {"tracking.prometheus_port": None}
-    for key, host in hosts.items():
-        if ports[key] and (why := cannot_bind(host or LOOPBACK, ports[key])):
-            where = f"{host or LOOPBACK}:{ports[key]}"
-            raise ConfigError(f"{key} = {ports[key]}: {where} cannot be bound ({why}); choose another port, or 0")
+    binds_services = is_new and config.launch.ray_address is None  # in a cluster they may be on other hosts
+    for key, (host, port) in named.items():
+        if port and (binds_services or key == last) and (why := cannot_bind(host or LOOPBACK, port)):
+            where = f"{host or LOOPBACK}:{port}"
+            raise ConfigError(f"{key} = {port}: {where} cannot be bound ({why}); choose another port, or 0")
 
 
 def _check_ray(config: Config) -> None:
