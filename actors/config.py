@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from actors.tasks.config import TaskConfig
 from buffer.config import MAX_GROUP_SIZE, BufferConfig
+from common.user_input import Knob
 from weight_sync.config import WeightSyncConfig
 
 AdmissionName = Literal["slots", "cache"]
@@ -30,62 +31,65 @@ class ActorsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    num_actors: NonNegativeInt = Field(
-        default=2,
-        description="How many actors, each with its own vLLM engine. On recorded samples (buffer.source) they evaluate "
-        "only, and 0 evaluates nothing.",
+    num_actors: NonNegativeInt = Knob(
+        2, "Actors, each with a vLLM engine. With buffer.source they evaluate only; 0 evaluates nothing.", basic=True
     )
-    group_size: int = Field(default=8, ge=1, le=MAX_GROUP_SIZE, description="K, samples per prompt.")
-    temperature: float = Field(
-        default=1.0, ge=0.01, description="Sampling temperature of training samples; vLLM samples at no lower one."
+    group_size: int = Knob(
+        8,
+        "K, samples per prompt.",
+        basic=True,
+        fixed="the buffer has leased groups of that size",
+        ge=1,
+        le=MAX_GROUP_SIZE,
     )
-    max_new_tokens: PositiveInt = Field(default=64, description="Longest completion, in tokens.")
-    max_prompt_tokens: PositiveInt = Field(default=64, description="A longer prompt is refused at start-up.")
-    max_running_samples: PositiveInt = Field(
-        default=64, description="Samples that one actor generates at once, if its engine has room."
+    temperature: float = Knob(
+        1.0,
+        "Sampling temperature of training samples.",
+        basic=True,
+        fixed="the stored log-probabilities are of that temperature",
+        ge=0.01,
     )
-    admission: AdmissionName = Field(
-        default="cache",
-        description="When a sample starts: 'slots': as soon as fewer than max_running_samples run; 'cache': when the "
+    max_new_tokens: PositiveInt = Knob(64, "Longest completion, in tokens.", basic=True)
+    max_prompt_tokens: PositiveInt = Knob(64, "A longer prompt is refused at start-up.", basic=True)
+    max_running_samples: PositiveInt = Knob(
+        64, "Samples that one actor generates at once, if its engine has room.", basic=True
+    )
+    admission: AdmissionName = Knob(
+        "cache",
+        "When a sample starts: 'slots': as soon as fewer than max_running_samples run; 'cache': when the "
         "engine's cache is likely to hold all that run to their end, so that few are preempted.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Serving precision.")
-    kv_cache_gib: PositiveFloat | None = Field(
-        default=None,
-        description="Memory for attention keys and values. Unset: 0.25 on CPU; on a GPU what gpu_memory_share leaves.",
+    dtype: Literal["float32", "bfloat16", "float16"] = Knob("float32", "Serving precision.", basic=True)
+    kv_cache_gib: PositiveFloat | None = Knob(
+        None, "Memory for attention keys and values. Unset: 0.25 on CPU; on a GPU what gpu_memory_share leaves."
     )
-    gpu_memory_share: float = Field(
-        default=0.85,
+    gpu_memory_share: float = Knob(
+        0.85,
+        "Share of a GPU's memory for the engine; with launch.colocate at most 0.95 with the learner's.",
+        basic=True,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for the engine; with launch.colocate at most 0.95 with the learner's.",
     )
-    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs per engine.")
-    cpus: float = Field(
-        default=0.5,
-        ge=0,
-        description="Ray CPUs reserved per actor; its processes compute with as many threads, one at least.",
+    tensor_parallel_size: PositiveInt = Knob(1, "GPUs per engine.")
+    cpus: float = Knob(0.5, "Ray CPUs reserved per actor, and threads that each of its processes computes with.", ge=0)
+    gpus: float = Knob(0.0, "GPUs per actor: 0, or tensor_parallel_size.", basic=True, ge=0)
+    engine_args: dict[str, Any] = Knob(
+        {}, "More arguments of vLLM's AsyncEngineArgs, as enforce_eager; those that Leeway sets are refused."
     )
-    gpus: float = Field(default=0.0, ge=0, description="GPUs per actor: 0, or tensor_parallel_size.")
-    engine_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of vLLM's AsyncEngineArgs, as enforce_eager or quantization; those that Leeway "
-        "sets are refused.",
+    reward_timeout_s: PositiveFloat = Knob(60.0, "A reward that takes longer counts as failed.")
+    reward_processes: PositiveInt = Knob(
+        4, "Processes, and calls at once, that a reward function has at most in one actor."
     )
-    reward_timeout_s: PositiveFloat = Field(default=60.0, description="A reward that takes longer counts as failed.")
-    reward_processes: PositiveInt = Field(
-        default=4, description="Processes, and calls at once, that a reward function has at most in one actor."
-    )
-    generate_timeout_s: PositiveFloat = Field(default=300.0, description="A sample that takes longer counts as failed.")
-    keep_every_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="Seconds between two times that the buffer is told what running samples have, so that an "
+    generate_timeout_s: PositiveFloat = Knob(300.0, "A sample that takes longer counts as failed.")
+    keep_every_s: float = Knob(
+        0.0,
+        "Seconds between two times that the buffer is told what running samples have, so that an "
         "actor that is killed loses no more; 0: it hands them on when it ends, and loses them when it is killed.",
+        ge=0,
     )
-    eval_every: int = Field(default=0, ge=0, description="Versions between evaluations; 0: before and after only.")
-    eval_problems: PositiveInt | None = Field(
-        default=None, description="Held-out problems of an evaluation during the run. Unset: 256, or all if fewer."
+    eval_every: int = Knob(0, "Versions between evaluations; 0: before and after only.", basic=True, ge=0)
+    eval_problems: PositiveInt | None = Knob(
+        None, "Held-out problems of an evaluation during the run. Unset: 256, or all if fewer."
     )
 
     @property

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, SupportsFloat
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
+BASIC: dict[str, JsonValue] = {"basic": True}
+"""Of the fields of knobs that most users set."""
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to +-20 before exp: e^20 is finite in float32, and far beyond any trust region."""
 
@@ -212,7 +214,7 @@ class AlgorithmSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    type: str
+    type: str = Field(json_schema_extra={"fixed": "the checkpoint has the state that this loss trains"})
 
     @property
     def needs(self) -> Needs:

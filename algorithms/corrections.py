@@ -34,6 +34,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, mo
 from torch import Tensor
 
 from algorithms.base import (
+    BASIC,
     LOG_RATIO_LIMIT,
     AlgorithmSection,
     Correction,
@@ -182,6 +183,7 @@ class WeighedSection(AlgorithmSection):
         default=(TokenTIS(),),
         description="Importance weights pi / mu of the gradient, by name or as tables with their knobs: at most one of "
         "'token_tis', 'sequence_tis'; 'icepop', 'geometric_mask'. []: no weights.",
+        json_schema_extra=BASIC,
     )
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from algorithms.advantages import group_advantages
-from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
+from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedGroupSection, weigh_gradient
 
 
@@ -43,7 +43,9 @@ class OAPLConfig(WeighedGroupSection):
     """Knobs of OAPL."""
 
     type: Literal["oapl"] = "oapl"
-    beta: PositiveFloat = Field(default=0.1, description="Strength of the pull towards the policy that sampled.")
+    beta: PositiveFloat = Field(
+        default=0.1, description="Strength of the pull towards the policy that sampled.", json_schema_extra=BASIC
+    )
     beta_value: PositiveFloat | None = Field(
         default=None,
         description="Temperature of V, the log-mean-exp of a group's rewards. "

@@ -61,6 +61,7 @@ from torch import Tensor
 
 from algorithms.advantages import GroupBaseline, gae, group_advantages, rewards_per_token
 from algorithms.base import (
+    BASIC,
     LOG_RATIO_LIMIT,
     Algorithm,
     CriticKind,
@@ -104,6 +105,7 @@ class OffPolicyPPOConfig(GroupSection):
         description="How rewards become advantages: 'rloo', 'grpo', 'dr_grpo' (not divided by their spread), 'maxrl' "
         "within a group, 'batch' against all others of the update (for actors.group_size = 1), 'critic', or "
         "FILE.py:FUNCTION of yours.",
+        json_schema_extra=BASIC,
     )
     clip_low: float = Field(default=CLIP, gt=0, le=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(default=CLIP, description="pi / pi_prox is clipped above at 1 + clip_high.")
@@ -115,6 +117,7 @@ class OffPolicyPPOConfig(GroupSection):
         description="By name, or as tables with their knobs: at most one of 'token_tis', 'sequence_tis'; 'icepop', "
         "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high, or of "
         "'vespo', 'dppo' in place of all of these. []: rho as it is. Unset with proximal = 'behaviour': [].",
+        json_schema_extra=BASIC,
     )
     mean_over: Literal["tokens", "sequences"] | PositiveFloat = Field(
         default="tokens",

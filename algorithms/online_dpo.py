@@ -34,7 +34,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
-from algorithms.base import Algorithm, LossInputs, LossOutput, Needs, share_of
+from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs, share_of
 from algorithms.corrections import WeighedGroupSection, weigh_gradient
 
 
@@ -42,7 +42,9 @@ class OnlineDPOConfig(WeighedGroupSection):
     """Knobs of online DPO."""
 
     type: Literal["online_dpo"] = "online_dpo"
-    beta: PositiveFloat = Field(default=0.1, description="Strength of the pull towards the reference.")
+    beta: PositiveFloat = Field(
+        default=0.1, description="Strength of the pull towards the reference.", json_schema_extra=BASIC
+    )
     variant: Literal["sigmoid", "ipo", "sigmoid_mean", "ipo_mean"] = Field(
         default="sigmoid",
         description="Loss of a pair. An answer's log ratio is the sum over its tokens; '_mean': their mean, whatever "

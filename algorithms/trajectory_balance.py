@@ -34,7 +34,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
+from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedGroupSection, weigh_gradient
 
 
@@ -42,7 +42,9 @@ class TrajectoryBalanceConfig(WeighedGroupSection):
     """Knobs of trajectory balance."""
 
     type: Literal["trajectory_balance"] = "trajectory_balance"
-    beta: PositiveFloat = Field(default=0.1, description="Temperature of the target pi_ref * exp(r / beta).")
+    beta: PositiveFloat = Field(
+        default=0.1, description="Temperature of the target pi_ref * exp(r / beta).", json_schema_extra=BASIC
+    )
     beta_final: PositiveFloat | None = Field(default=None, description="Where beta ends; unset: beta stays constant.")
     beta_steps: NonNegativeInt = Field(
         default=0, description="Optimizer steps (updates) of the linear way from beta to beta_final."

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 
 from buffer.dispatch import LawName, PolicyName
-from common.user_input import Reference
+from common.user_input import Knob, Reference
 
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
 SamplerName = Literal["on_policy_share"] | RestSampler
@@ -25,91 +25,91 @@ class BufferConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    host: str | None = Field(
-        default=None,
-        description="Address that the service binds; unset: a Unix socket in the run's folder where Ray was started by "
+    host: str | None = Knob(
+        None,
+        "Address that the service binds; unset: a Unix socket in the run's folder where Ray was started by "
         "this command, or loopback where a port is given; else this machine's address in the Ray cluster.",
+        fixed="",
     )
-    port: int = Field(
-        default=0, ge=0, le=MAX_PORT, description="TCP port; 0 lets the system choose a free one, where one is needed."
+    port: int = Knob(
+        0, "TCP port; 0 lets the system choose a free one, where one is needed.", fixed="", ge=0, le=MAX_PORT
     )
-    source: str | None = Field(
-        default=None,
-        description="Recorded samples, on which alone the run trains: the folder of a run, or a .jsonl or .parquet "
-        "file; `leeway train CONFIG.toml --from RUN` is short for it. Unset: actors make them.",
+    source: str | None = Knob(
+        None, "Train on these recorded samples alone: a run's folder, a .jsonl or a .parquet file."
     )
-    sampler: SamplerName = Field(
-        default="fifo",
-        description="Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "
+    sampler: SamplerName = Knob(
+        "fifo",
+        "Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "
         "'reward_softmax', 'uniform', 'prioritised' by spread of reward and age, 'length_balanced' from every length, "
         "or FILE.py:NAME: a sampler of yours, or a function that gives a group's log-weight.",
+        basic=True,
     )
-    on_policy_share: float = Field(
-        default=0.5,
-        ge=0.0,
-        le=1.0,
-        description="sampler = 'on_policy_share': this share of a step's groups are the newest (TBA's m), on average "
-        "over steps where it is no whole number of groups; replay_sampler chooses the rest.",
+    on_policy_share: float = Knob(
+        0.5, "sampler = 'on_policy_share': share of a step's groups, on average, that are the newest.", ge=0, le=1
     )
-    replay_sampler: RestSampler = Field(
-        default="uniform", description="sampler = 'on_policy_share': what chooses the rest."
+    replay_sampler: RestSampler = Knob("uniform", "sampler = 'on_policy_share': what chooses the rest.")
+    reward_temperature: PositiveFloat = Knob(1.0, "'reward_softmax' draws a group with weight exp(mean reward / this).")
+    max_uses: PositiveInt | Literal["unlimited"] = Knob(
+        1, "How many steps may use a group; 1 is single use, more is replay.", basic=True
     )
-    reward_temperature: PositiveFloat = Field(
-        default=1.0, description="'reward_softmax' draws a group with weight exp(mean reward / this)."
-    )
-    max_uses: PositiveInt | Literal["unlimited"] = Field(
-        default=1, description="How many steps may use a group; 1 is single use, more is replay."
-    )
-    replay_steps: float | None = Field(
-        default=None,
-        ge=1.0,
-        description="No new group is leased while those in flight and those that may be used again would fill so many "
+    replay_steps: float | None = Knob(
+        None,
+        "No new group is leased while those in flight and those that may be used again would fill so many "
         "steps, beside those of steps in progress, so that under replay actors generate what takes the place of what "
         "was used up; unset: as much as the staleness bound lets them.",
+        fixed="",
+        ge=1.0,
     )
-    refill_uninformative: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Groups whose rewards are all equal are set aside and others take their place: before each step at "
+    refill_uninformative: float = Knob(
+        0.0,
+        "Groups whose rewards are all equal are set aside and others take their place: before each step at "
         "most so many times groups_per_step of them, rounded up; what is more enters the step. 0 sets none aside.",
+        fixed="",
+        ge=0.0,
     )
-    dispatch: PolicyName = Field(
-        default="in_order",
-        description="Which prompt an actor gets: 'in_order' the next; 'by_deadline', if some actors are faster than "
+    dispatch: PolicyName = Knob(
+        "in_order",
+        "Which prompt an actor gets: 'in_order' the next; 'by_deadline', if some actors are faster than "
         "others, one whose answers a slower actor would not make in time; 'longest_first' the one with the longest "
         "answers. None chooses what is trained.",
+        fixed="",
     )
-    prompt_law: LawName = Field(
-        default="epoch",
-        description="Which prompts are leased next: 'epoch' the data's order, each prompt once in an epoch, 'uniform' "
+    prompt_law: LawName = Knob(
+        "epoch",
+        "Which prompts are leased next: 'epoch' the data's order, each prompt once in an epoch, 'uniform' "
         "by chance, 'posterior' by chance in proportion to E[p (1 - p)], p being the rate of rewards of at least "
         "task.correct_at.",
+        fixed="",
     )
-    lease_timeout_s: PositiveFloat = Field(
-        default=60.0, description="A lease that is neither completed nor renewed for so long is issued again."
+    lease_timeout_s: PositiveFloat = Knob(
+        60.0, "A lease that is neither completed nor renewed for so long is issued again.", fixed=""
     )
-    max_attempts: PositiveInt = Field(
-        default=5, description="A group whose lease was issued so often without completing is given up and counted."
+    max_attempts: PositiveInt = Knob(
+        5, "A group whose lease was issued so often without completing is given up and counted.", fixed=""
     )
-    give_up_after_s: PositiveFloat = Field(
-        default=120.0, description="A client that got no answer for so long raises, naming the service."
+    give_up_after_s: PositiveFloat = Knob(
+        120.0, "A client that got no answer for so long raises, naming the service.", fixed=""
     )
-    durability: Literal["commit", "interval", "os"] = Field(
-        default="commit",
-        description="'commit' syncs before it acknowledges: survives kill -9 and a power cut. 'interval' syncs every "
+    durability: Literal["commit", "interval", "os"] = Knob(
+        "commit",
+        "'commit' syncs before it acknowledges: survives kill -9 and a power cut. 'interval' syncs every "
         "0.1 s, 'os' leaves it to the system: both survive kill -9, not a power cut.",
+        basic=True,
+        fixed="",
     )
-    capacity_trajectories: PositiveInt = Field(
-        default=1_000_000,
-        description="Above this count trajectories that no recorded draw needs are evicted. Unused groups of single "
+    capacity_trajectories: PositiveInt = Knob(
+        1_000_000,
+        "Above this count trajectories that no recorded draw needs are evicted. Unused groups of single "
         "use (max_uses = 1) never are: admission bounds them.",
+        fixed="",
     )
-    capacity_gib: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Above this size of stored data they are evicted as well; 0 sets no limit. What may not be evicted "
+    capacity_gib: float = Knob(
+        0.0,
+        "Above this size of stored data they are evicted as well; 0 sets no limit. What may not be evicted "
         "(unused groups of single use, under replay as many groups as may be outstanding, and recorded groups that are "
         "not used up) can exceed it.",
+        fixed="",
+        ge=0.0,
     )
 
     @model_validator(mode="after")

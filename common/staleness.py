@@ -16,7 +16,7 @@ them. For a token sampled at version u and trained at version v its lag is v - u
 They are made of `capacity`, `steps_before`, `latest_version`, `usable` and `steps_left`. Whoever knows what
 is outstanding gives the numbers; no rule about lag is anywhere else. docs/staleness.md has the proof.
 
-This module uses the standard library and pydantic only: the buffer service imports it.
+This module imports no torch: the buffer service imports it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
+from common.user_input import Knob
+
+_BOUND = "the buffer admitted prompts under it, and holds samples and recorded draws to it"
 Unbounded = Literal["unbounded"]
 UNBOUNDED_STEPS = 4
 """Where `max_lag` is unbounded, so many steps' groups may be outstanding: actors work ahead, but not without end."""
@@ -79,20 +82,25 @@ class StalenessConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    max_lag: int | Unbounded = Field(
-        default=4,
-        description="No token with a greater lag enters a step. 0 is synchronous training; 'unbounded' is for replay.",
+    max_lag: int | Unbounded = Knob(
+        4,
+        "No token with a greater lag enters a step. 0 is synchronous training; 'unbounded' is for replay.",
+        basic=True,
+        fixed=_BOUND,
     )
-    max_actor_lag: int | None = Field(
-        default=None,
-        ge=0,
-        description="An actor further behind the newest published version pulls before it starts another request. "
+    max_actor_lag: int | None = Knob(
+        None,
+        "An actor further behind the newest published version pulls before it starts another request. "
         "Unset: 1, or 0 where max_lag leaves no room for it or nothing could overlap with it.",
+        fixed=_BOUND,
+        ge=0,
     )
-    publish_every: int = Field(default=1, ge=1, description="Publish weights every so many optimizer steps.")
-    on_stale: Literal["drop", "wait"] = Field(
-        default="drop",
-        description="A group about to pass the bound is dropped and its prompt leased again, or the step waits for it.",
+    publish_every: int = Knob(1, "Publish weights every so many optimizer steps.", basic=True, fixed=_BOUND, ge=1)
+    on_stale: Literal["drop", "wait"] = Knob(
+        "drop",
+        "A group about to pass the bound is dropped and its prompt leased again, or the step waits for it.",
+        basic=True,
+        fixed=_BOUND,
     )
 
     def actor_lag_for(self, updates_per_step: int) -> int:

@@ -1,6 +1,6 @@
-"""What a user brings: a file of their own, named in the config as `FILE.py:NAME`, and names that they mistyped.
+"""What a user brings: the keys of a config, files of their own, named there as `FILE.py:NAME`, and mistyped names.
 
-The file may import what lies beside it: its folder is put at the end of `sys.path`, so that no file of its author hides
+A file may import what lies beside it: its folder is put at the end of `sys.path`, so that no file of its author hides
 a library. It is imported once in a process.
 """
 
@@ -18,14 +18,27 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import StringConstraints
+from pydantic import Field, StringConstraints
 
 _PATTERN = r"^[\s\S]+\.py:[^\W\d]\w*$"
 Reference = Annotated[str, StringConstraints(pattern=_PATTERN)]
 """A key's value of the form FILE.py:NAME."""
 _REFERENCE = re.compile(_PATTERN)
+
+
+def Knob(default: Any = ..., text: str = "", *, basic: bool = False, fixed: str | None = None, **limits: Any) -> Any:  # noqa: ANN401 -- as `Field`
+    """Return the pydantic field of a config key.
+
+    Args:
+        default: its value if it is unset; `...` if it is required.
+        text: what it does, as in docs/config.md.
+        basic: whether most users set it.
+        fixed: why a resumed run must not change it; "" if it may, unlike its section. Unset: as its section.
+        limits: of the value, as `pydantic.Field` takes them.
+    """
+    return Field(default, description=text, json_schema_extra={"basic": basic, "fixed": fixed}, **limits)
 
 
 class UserFileError(ValueError):

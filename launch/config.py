@@ -25,15 +25,16 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from actors.config import ActorsConfig
 from actors.tasks.config import TaskConfig
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
-from common.user_input import did_you_mean, is_reference
+from common.user_input import Knob, did_you_mean, is_reference
 from launch.errors import ConfigError
 from launch.host import current_folder
-from launch.mistakes import dotted, explain, shortened
+from launch.mistakes import dotted, explain, models_of, shortened
 from learner.config import LearnerConfig
 from weight_sync.config import WeightSyncConfig
 
@@ -47,31 +48,25 @@ class RunConfig(_Section):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)  # --run.name 7 is a name
 
-    name: str | None = Field(default=None, description="Name of the run's folder; unset: the config's name and time.")
-    dir: str = Field(default="runs", description="Folder that holds the runs.")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Seeds prompt order, sampling and initialisation.")
+    name: str | None = Knob(None, "Name of the run's folder; unset: the config's name and time.", basic=True)
+    dir: str = Knob("runs", "Folder that holds the runs.", basic=True)
+    seed: int = Knob(0, "Seeds prompt order, sampling and initialisation.", basic=True, ge=0, lt=2**31)
 
 
 class ModelConfig(_Section):
     """`[model]`: the checkpoint to start from. Give `path` or `hub`."""
 
-    path: str | None = Field(default=None, description="Folder with config.json, safetensors and a tokenizer.")
-    recipe: str | None = Field(
-        default=None, description="Python script that makes `path` where it is missing; called with the folder."
+    path: str | None = Knob(None, "Folder with config.json, safetensors and a tokenizer.", basic=True)
+    recipe: str | None = Knob(None, "Python script that makes `path` where it is missing; called with the folder.")
+    hub: str | None = Knob(
+        None, "ORGANISATION/NAME of the Hugging Face Hub, or ORGANISATION/NAME@REVISION; else of main.", basic=True
     )
-    hub: str | None = Field(
-        default=None,
-        description="Model of the Hugging Face Hub, ORGANISATION/NAME or ORGANISATION/NAME@REVISION; else of main. "
-        "The run stores the commit.",
-    )
-    reference_path: str | None = Field(
-        default=None, description="Folder of the frozen reference model; unset: the model itself as it starts."
-    )
-    teachers: dict[str, str] = Field(
-        default_factory=dict,
-        max_length=256,
-        description="Folders of several frozen models in the place of one reference, by name: a table "
+    reference_path: str | None = Knob(None, "Folder of the frozen reference; unset: the model itself as it starts.")
+    teachers: dict[str, str] = Knob(
+        {},
+        "Folders of several frozen models in the place of one reference, by name: a table "
         "[model.teachers]. Each scores the prompts whose task.teacher_column has its name.",
+        max_length=256,
     )
 
     @model_validator(mode="after")
@@ -107,18 +102,17 @@ class ModelConfig(_Section):
 class PoolConfig(_Section):
     """`[pools.NAME]`: workers of one kind on hosts of one kind. What is unset is as in `[actors]` or `[learner]`."""
 
-    role: Literal["actors", "learner", "scorer"] = Field(
-        description="What its workers are: vLLM engines, stages of the learner, or processes that score samples "
-        "with the whole reference model before their step, so that the learner need not."
+    role: Literal["actors", "learner", "scorer"] = Knob(
+        ...,
+        "What its workers are: vLLM engines, stages of the learner, or processes that score samples "
+        "with the whole reference model before their step, so that the learner need not.",
+        basic=True,
     )
-    count: PositiveInt | None = Field(
-        default=None,
-        description="Actors, which `leeway scale` changes, stages or scorers. Unset: 1 actor or scorer, or all stages "
-        "that are left.",
+    count: PositiveInt | None = Knob(
+        None, "Actors, stages or scorers. Unset: 1 actor or scorer, or all stages that are left.", basic=True
     )
-    resource: str | None = Field(
-        default=None,
-        description="Ray resource that hosts of the pool carry; unset: pool_NAME, as in cluster.sh; '': any host.",
+    resource: str | None = Knob(
+        None, "Ray resource that hosts of the pool carry; unset: pool_NAME, as in cluster.sh; '': any host."
     )
     # as in [actors]; cpus and gpus also as in [learner]
     cpus: NonNegativeFloat | None = None
@@ -162,69 +156,62 @@ class LaunchConfig(_Section):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)  # NCCL_IB_DISABLE = 1
 
-    ray_address: str | None = Field(
-        default=None, description="Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here."
+    ray_address: str | None = Knob(
+        None, "Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here.", basic=True
     )
-    colocate: bool = Field(
-        default=False,
-        description="One actor and the learner, of one stage, compute on the same GPU: both have gpus = 1, and a "
-        "gpu_memory_share each.",
+    colocate: bool = Knob(
+        False, "One actor and a learner of one stage share a GPU: both have gpus = 1 and a gpu_memory_share."
     )
-    encryption: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Lock the sockets of the buffer and the weight service with keys of this run (CURVE): 'auto' where "
+    encryption: Literal["auto", "on", "off"] = Knob(
+        "auto",
+        "Lock the sockets of the buffer and the weight service with keys of this run (CURVE): 'auto' where "
         "they listen on a port, and not where they have Unix sockets, which this user alone can open. 'off' is refused "
         "where other machines reach the port.",
     )
-    env: dict[str, str] = Field(
-        default_factory=dict,
-        description="Environment variables of all roles, on every host, as NCCL_DEBUG or VLLM_USE_V2_MODEL_RUNNER.",
+    env: dict[str, str] = Knob(
+        {}, "Environment variables of all roles, on every host, as NCCL_DEBUG or VLLM_USE_V2_MODEL_RUNNER."
     )
-    startup_timeout_s: PositiveFloat | None = Field(
-        default=None,
-        description="Every role must be ready, and the model exported, within this time. Unset: 300, and 900 where "
+    startup_timeout_s: PositiveFloat | None = Knob(
+        None,
+        "Every role must be ready, and the model exported, within this time. Unset: 300, and 900 where "
         "actors have GPUs, for which an engine compiles and captures its graphs first.",
     )
-    shutdown_timeout_s: PositiveFloat = Field(
-        default=60.0, description="After Ctrl-C, how long the learner may take to finish its step; then the run fails."
+    shutdown_timeout_s: PositiveFloat = Knob(
+        60.0, "After Ctrl-C, how long the learner may take to finish its step; then the run fails."
     )
-    max_restarts: NonNegativeInt = Field(
-        default=3,
-        description="How often in a row a service or an actor that died is started again, and the learner from its "
+    max_restarts: NonNegativeInt = Knob(
+        3,
+        "How often in a row a service or an actor that died is started again, and the learner from its "
         "newest checkpoint when a stage dies or hangs. An hour of work, or for the learner a new checkpoint, counts "
         "anew.",
     )
-    mismatch_limit: PositiveFloat | None = Field(
-        default=None,
-        description="Tripwire: mean absolute log-probability difference between engine and learner at lag 0. Unset: "
+    mismatch_limit: PositiveFloat | None = Knob(
+        None,
+        "Tripwire: mean absolute log-probability difference between engine and learner at lag 0. Unset: "
         "0.001 where engines and learner compute in float32, else 0.2.",
     )
-    autoscale: Literal["off", "advise", "on"] = Field(
-        default="off",
-        description="Pools of actors that follow lengths and costs: an event says what number of actors would do, or "
+    autoscale: Literal["off", "advise", "on"] = Knob(
+        "off",
+        "Pools of actors that follow lengths and costs: an event says what number of actors would do, or "
         "('on') it is changed at once.",
     )
-    autoscale_most: PositiveInt | None = Field(
-        default=None, description="Actors that a pool may grow to by launch.autoscale; unset: as many as have a place."
+    autoscale_most: PositiveInt | None = Knob(
+        None, "Actors that a pool may grow to by launch.autoscale; unset: as many as have a place."
     )
-    on_failing: Action = Field(
-        default="stop",
-        description="Where a reward function gives up 200 samples one after the other in one actor, all for the same "
+    on_failing: Action = Knob(
+        "stop",
+        "Where a reward function gives up 200 samples one after the other in one actor, all for the same "
         "reason (five, after five of its limits, where it takes too long): say so, also take the actor out of the run, "
         "or stop the run, which leeway resume goes on with.",
     )
-    on_mismatch: Action = Field(
-        default="warn", description="Above it: say so, also take the actor out of the run, or stop the run."
-    )
-    on_stuck: Action = Field(
-        default="warn",
-        description="Tripwire: what to do where a learner takes updates but publishes none, or an actor serves an old "
+    on_mismatch: Action = Knob("warn", "Above it: say so, also take the actor out of the run, or stop the run.")
+    on_stuck: Action = Knob(
+        "warn",
+        "Tripwire: what to do where a learner takes updates but publishes none, or an actor serves an old "
         "version, for 300 s.",
     )
-    on_behind: Action = Field(
-        default="warn",
-        description="Tripwire: what to do where an actor is more than max_actor_lag behind the newest version for "
-        "30 s.",
+    on_behind: Action = Knob(
+        "warn", "Tripwire: what to do where an actor is more than max_actor_lag behind the newest version for 30 s."
     )
 
     @field_validator("env")
@@ -242,30 +229,31 @@ class LaunchConfig(_Section):
 class TrackingConfig(_Section):
     """`[tracking]`: where the figures go."""
 
-    wandb: Literal["offline", "online", "disabled"] = Field(
-        default="offline", description="Weights & Biases; offline writes into the run's folder."
+    wandb: Literal["offline", "online", "disabled"] = Knob(
+        "offline", "Weights & Biases; offline writes into the run's folder.", basic=True
     )
-    project: str = Field(default="leeway", description="Weights & Biases project.")
-    display: Literal["auto", "live", "plain", "off"] = Field(
-        default="auto", description="Live view on a terminal, or a line every few seconds."
+    project: str = Knob("leeway", "Weights & Biases project.")
+    display: Literal["auto", "live", "plain", "off"] = Knob(
+        "auto", "Live view on a terminal, or a line every few seconds."
     )
-    prometheus_port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65535,
-        description="Serve all metrics to Prometheus at this port of loopback; unset: do not.",
+    prometheus_port: int | None = Knob(
+        None, "Serve all metrics to Prometheus at this port of loopback; unset: do not.", basic=True, ge=1, le=65535
     )
 
 
 class Config(_Section):
     """Everything about a run."""
 
-    run: RunConfig = RunConfig()
-    model: ModelConfig
-    task: TaskConfig
+    run: RunConfig = Knob(
+        RunConfig(), fixed="the folder, its name and the seed are those of the run, and the seed orders its prompts"
+    )
+    model: ModelConfig = Knob(fixed="the checkpoint and the stored reference log-probabilities are of that model")
+    task: TaskConfig = Knob(
+        fixed="the buffer numbers the prompts of that task, and its samples are scored by those rewards"
+    )
     algorithm: AlgorithmConfig
     actors: ActorsConfig = ActorsConfig()
-    buffer: BufferConfig = BufferConfig()
+    buffer: BufferConfig = Knob(BufferConfig(), fixed="the buffer keeps groups, and has recorded draws, by it")
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
@@ -313,6 +301,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error, Config)}") from None
+
+
+def said_of(field: FieldInfo, what: Literal["basic", "fixed"]) -> Any:  # noqa: ANN401 -- as in `Knob`
+    """Return what the key of a field says of itself beside its text; None if it says nothing."""
+    return field.json_schema_extra.get(what) if isinstance(field.json_schema_extra, dict) else None
+
+
+def fixed_because(key: str) -> str:
+    """Return why a resumed run must not change `section` or `section.key`; "" if it may."""
+    section, _, name = key.partition(".")
+    info = Config.model_fields[section]
+    owners = (base for model in models_of(info.annotation) for base in model.__mro__ if issubclass(base, BaseModel))
+    fields = (owner.model_fields[name] for owner in owners if name in owner.model_fields)
+    reasons = (said_of(field, "fixed") for field in [*fields, info])
+    return next((str(each) for each in reasons if each is not None), "")
 
 
 def unknown_keys(path: Path) -> list[str]:

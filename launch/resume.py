@@ -22,7 +22,7 @@ from buffer.store import DATA, is_served
 from common.hf_folder import CONFIG_NAME, ModelFolderError, model_identity, tensors_by_file
 from common.user_input import is_reference
 from launch.checks import Plan, check
-from launch.config import NAMED_KEYS, Config, load_config, unknown_keys
+from launch.config import NAMED_KEYS, Config, fixed_because, load_config, unknown_keys
 from launch.errors import ConfigError, as_config_error
 from launch.host import role_processes
 from launch.observe.history import History, repair
@@ -31,37 +31,6 @@ from learner.checkpoint_meta import Seal, newest_progress
 
 GOODBYE_S = 60.0
 """How long processes of a command that was killed may take to end. Ray's notice at once, an engine in seconds."""
-
-FREE = frozenset(
-    {"algorithm", "actors", "learner", "weight_sync", "pools", "launch", "tracking", "task.reward_network"}
-    | {f"buffer.{key}" for key in ("host", "port", "lease_timeout_s", "max_attempts", "give_up_after_s", "durability")}
-    | {f"buffer.{key}" for key in ("capacity_trajectories", "capacity_gib", "dispatch")}
-    | {f"buffer.{key}" for key in ("replay_steps", "refill_uninformative", "prompt_law")}
-)
-"""Sections, and keys of others, that may differ from before, but for those in `FIXED`."""
-
-_KEPT = "the buffer keeps groups, and has recorded draws, by it"
-_BOUND = "the buffer admitted prompts under it, and holds samples and recorded draws to it"
-_STEP = "the buffer has recorded draws of that many groups and updates"
-FIXED = {
-    "run": "the folder, its name and the seed are those of the run: the order of prompts comes from the seed",
-    "model": "the checkpoint and the stored reference log-probabilities are of that model",
-    "task": "the buffer numbers the prompts of that task, and its samples are scored by those rewards",
-    "algorithm.type": "the checkpoint has the state that this loss trains",
-    "actors.group_size": "the buffer has leased groups of that size",
-    "actors.temperature": "the stored log-probabilities are of that temperature",
-    "buffer": _KEPT,
-    "learner.groups_per_step": _STEP,
-    "learner.num_minibatches": _STEP,
-    "learner.num_epochs": _STEP,
-    "learner.precision": "the stored reference log-probabilities are of it, and a float64 run keeps a checkpoint of it",
-    "weight_sync.max_lag": _BOUND,
-    "weight_sync.max_actor_lag": _BOUND,
-    "weight_sync.publish_every": _BOUND,
-    "weight_sync.on_stale": _BOUND,
-    "weight_sync.folder": "the versions that actors are told of lie there",
-}
-"""Sections and keys that must be as they were, and why."""
 
 
 class Resumption(NamedTuple):
@@ -150,7 +119,8 @@ def changed_contents(before: Mapping[str, str], now: Mapping[str, str]) -> list[
         changed = [name for name in changed if not name.startswith("model")]
     if models := [name for name in changed if name.startswith("model") and not name.endswith(_GENERATION)]:
         raise ConfigError(
-            f"{', '.join(models)}: not as when the run was made, and {FIXED['model']}. Put it back, or start a new run"
+            f"{', '.join(models)}: not as when the run was made, and {fixed_because('model')}. Put it back, or start a "
+            "new run"
         )
     return changed
 
@@ -201,14 +171,14 @@ def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Con
         return load_config(path, overrides)
     except ConfigError:
         if any(word.partition("=")[0] in ("--algorithm", "--algorithm.type") for word in overrides):
-            refusal = _refusal("algorithm.type", before.algorithm.type, "another", FIXED["algorithm.type"])
-            raise ConfigError(refusal) from None
+            raise ConfigError(_refusal("algorithm.type", before.algorithm.type, "another")) from None
         raise
 
 
-def _refusal(key: str, old: object, new: object, why: str) -> str:
+def _refusal(key: str, old: object, new: object) -> str:
     return (
-        f"{key} = {old!r} cannot become {new!r} in a run that is resumed: {why}. Leave it as it is, or start a new run"
+        f"{key} = {old!r} cannot become {new!r} in a run that is resumed: {fixed_because(key)}. Leave it as it is, or "
+        "start a new run"
     )
 
 
@@ -220,12 +190,8 @@ def _changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
     """
     changed = list(_differences(before, after))
     for key, old, new in changed:
-        section = key.partition(".")[0]
-        why = FIXED.get(key) or (
-            None if key in FREE or section in FREE else FIXED.get(section, "it is not known to be safe")
-        )
-        if why is not None:
-            raise ConfigError(_refusal(key, old, new, why))
+        if fixed_because(key):
+            raise ConfigError(_refusal(key, old, new))
     if before.algorithm.needs != after.algorithm.needs:
         raise ConfigError(
             "the loss would need other data or another critic than the checkpoint and the buffer have; leave "

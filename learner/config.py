@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from algorithms.base import CriticKind
 from algorithms.corrections import EssAction
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
+from common.user_input import Knob
 from weight_sync.config import WeightSyncConfig
 
+_STEP = "the buffer has recorded draws of that many groups and updates"
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
@@ -30,116 +32,97 @@ class LearnerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    num_stages: PositiveInt = Field(default=2, description="Pipeline stages, one process each.")
-    num_replicas: PositiveInt = Field(
-        default=1,
-        description="Data-parallel replicas of the pipeline: each trains a share of every batch, and gradients are "
-        "summed once per update. There are num_replicas * num_stages processes.",
+    num_stages: PositiveInt = Knob(2, "Pipeline stages, one process each.", basic=True)
+    num_replicas: PositiveInt = Knob(
+        1, "Data-parallel replicas of the pipeline; there are num_replicas * num_stages processes.", basic=True
     )
-    num_chunks: PositiveInt = Field(
-        default=1,
-        description="Model chunks per stage, which interleaved_1f1b and zero_bubble take in turn; more chunks make "
-        "smaller bubbles and more traffic.",
+    num_chunks: PositiveInt = Knob(
+        1, "Model chunks per stage, for interleaved_1f1b and zero_bubble: smaller bubbles, more traffic."
     )
-    layers_per_chunk: tuple[PositiveInt, ...] | None = Field(
-        default=None,
-        description="Layers of each of the num_stages * num_chunks chunks, in order, of the model that is trained. "
+    layers_per_chunk: tuple[PositiveInt, ...] | None = Knob(
+        None,
+        "Layers of each of the num_stages * num_chunks chunks, in order, of the model that is trained. "
         "Unset, and of a frozen model with another number of layers: balanced by computed cost.",
     )
-    num_steps: PositiveInt = Field(default=100, description="Steps of the run; each trains one draw.")
-    groups_per_step: PositiveInt = Field(default=32, description="G, prompts (groups of K samples) per step.")
-    num_minibatches: PositiveInt = Field(
-        default=1,
-        description="Into how many parts, of whole groups, a step divides its draw; each is an optimizer step, and a "
-        "policy version.",
+    num_steps: PositiveInt = Knob(100, "Steps of the run; each trains one draw.", basic=True)
+    groups_per_step: PositiveInt = Knob(32, "G, prompts (groups of K samples) per step.", basic=True, fixed=_STEP)
+    num_minibatches: PositiveInt = Knob(
+        1, "Parts, of whole groups, that a draw is divided into; each is an update.", basic=True, fixed=_STEP
     )
-    num_epochs: PositiveInt = Field(
-        default=1, description="How often a step goes over its draw. A step is num_minibatches * num_epochs updates."
+    num_epochs: PositiveInt = Knob(
+        1, "Passes over the draw; a step is num_minibatches * num_epochs updates.", basic=True, fixed=_STEP
     )
-    token_budget: PositiveInt = Field(
-        default=1024, description="Tokens of a micro-batch; the longest sample (prompt and completion) has to fit."
+    token_budget: PositiveInt = Knob(
+        1024, "Tokens of a micro-batch; the longest sample (prompt and completion) has to fit.", basic=True
     )
-    schedule: ScheduleName = Field(
-        default="1f1b",
-        description="Pipeline schedule of the training pass. fused: a critic model's passes fill the policy's bubbles.",
+    schedule: ScheduleName = Knob(
+        "1f1b", "Of the training pass. fused: a critic model's passes fill the policy's bubbles.", basic=True
     )
-    precision: Literal["float32", "bfloat16", "float64"] = Field(
-        default="float32",
-        description="Of compute; with bfloat16 too, what is trained and its optimizer are float32, and 2 bytes per "
+    precision: Literal["float32", "bfloat16", "float64"] = Knob(
+        "float32",
+        "Of compute; with bfloat16 too, what is trained and its optimizer are float32, and 2 bytes per "
         "parameter more hold what is computed with. float64 is for comparing runs.",
+        basic=True,
+        fixed="the stored reference log-probabilities are of it, and a float64 run keeps a checkpoint of it",
     )
-    residual: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Of the states between layers and stages, with precision = 'bfloat16' alone: bfloat16 moves and "
+    residual: Literal["float32", "bfloat16"] = Knob(
+        "float32",
+        "Of the states between layers and stages, with precision = 'bfloat16' alone: bfloat16 moves and "
         "keeps half of them, and rounds them as a 16-bit engine does.",
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="Keep only each layer's input and compute the rest again in the backward pass."
+    activation_checkpointing: bool = Knob(
+        False, "Keep only each layer's input and compute the rest again in the backward pass.", basic=True
     )
-    reference_offload: Literal["none", "cpu", "disk"] = Field(
-        default="none", description="Where the frozen reference model is kept while a step trains."
+    reference_offload: Literal["none", "cpu", "disk"] = Knob(
+        "none", "Where the frozen reference model is kept while a step trains."
     )
-    score_while_waiting: bool = Field(
-        default=True,
-        description="While the learner waits for a batch, have the reference score what has arrived for later steps. "
+    score_while_waiting: bool = Knob(
+        True,
+        "While the learner waits for a batch, have the reference score what has arrived for later steps. "
         "How samples are packed for it depends on when they come, so scores differ by rounding from run to run.",
     )
-    learning_rate: PositiveFloat = Field(default=1e-5, description="Peak learning rate.")
-    critic_learning_rate: PositiveFloat | None = Field(
-        default=None, description="Peak learning rate of a critic: of its model, or of the value head. Unset: as above."
+    learning_rate: PositiveFloat = Knob(1e-5, "Peak learning rate.", basic=True)
+    critic_learning_rate: PositiveFloat | None = Knob(
+        None, "Peak learning rate of a critic: of its model, or of the value head. Unset: as above."
     )
-    warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Decay of the learning rate after warm-up, over num_steps."
+    warmup_steps: NonNegativeInt = Knob(0, "Steps of linear warm-up.", basic=True)
+    lr_schedule: Literal["constant", "linear", "cosine"] = Knob(
+        "constant", "Decay of the learning rate after warm-up, over num_steps."
     )
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
-    weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(
-        default=1.0,
-        description="Gradient norm over all stages is clipped to this; a critic's, model or value head, on its own.",
+    adam_beta1: float = Knob(0.9, "AdamW first-moment decay.", ge=0, lt=1)
+    adam_beta2: float = Knob(0.95, "AdamW second-moment decay.", ge=0, lt=1)
+    weight_decay: NonNegativeFloat = Knob(0.0, "AdamW decoupled weight decay.")
+    max_grad_norm: PositiveFloat = Knob(
+        1.0, "Gradient norm over all stages is clipped to this; a critic's, model or value head, on its own."
     )
-    ess_budget: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Share of the samples that must count (effective sample size): an update below it is treated as "
+    ess_budget: float | None = Knob(
+        None,
+        "Share of the samples that must count (effective sample size): an update below it is treated as "
         "ess_action says. Unset: the effective sample size is logged and does not act.",
-    )
-    ess_action: EssAction = Field(
-        default="scale_lr",
-        description="Below ess_budget: the learning rate falls by sqrt(ess / ess_budget), or the update is dropped and "
-        "the actors catch up.",
-    )
-    checkpoint_every: PositiveInt = Field(default=50, description="Steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(
-        default=2, description="How many checkpoints stay; the buffer holds the draws since the oldest of them."
-    )
-    checkpoint_timeout_s: PositiveFloat = Field(
-        default=600.0, description="A checkpoint that takes longer to write ends the learner."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where stages compute.")
-    cpus: float = Field(
-        default=0.5,
-        ge=0,
-        description="Ray CPUs reserved per stage, which computes with as many threads, one at least.",
-    )
-    gpus: float = Field(default=0.0, ge=0, description="GPUs per stage: 0 or 1.")
-    gpu_memory_share: float | None = Field(
-        default=None,
+        basic=True,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that a stage may take, beside which an engine can come back at any time. "
-        "Unset: all, and with launch.colocate 0.5.",
     )
-    collective_timeout_s: PositiveFloat = Field(
-        default=120.0,
-        description="A stage that waits longer for another raises, naming it; then all are started again. Where they "
+    ess_action: EssAction = Knob(
+        "scale_lr", "Below ess_budget: scale the learning rate by sqrt(ess / ess_budget), or drop the update."
+    )
+    checkpoint_every: PositiveInt = Knob(50, "Steps between checkpoints.", basic=True)
+    keep_checkpoints: PositiveInt = Knob(
+        2, "How many checkpoints stay; the buffer holds the draws since the oldest of them."
+    )
+    checkpoint_timeout_s: PositiveFloat = Knob(600.0, "A checkpoint that takes longer to write ends the learner.")
+    device: Literal["auto", "cpu", "cuda"] = Knob("auto", "Where stages compute.", basic=True)
+    cpus: float = Knob(0.5, "Ray CPUs reserved per stage, and threads that it computes with.", ge=0)
+    gpus: float = Knob(0.0, "GPUs per stage: 0 or 1.", basic=True, ge=0)
+    gpu_memory_share: float | None = Knob(
+        None, "Share of a GPU's memory for a stage. Unset: all, or 0.5 with launch.colocate.", gt=0, le=1
+    )
+    collective_timeout_s: PositiveFloat = Knob(
+        120.0,
+        "A stage that waits longer for another raises, naming it; then all are started again. Where they "
         "load and export, launch.startup_timeout_s holds instead.",
     )
-    batch_timeout_s: PositiveFloat = Field(
-        default=600.0, description="A learner that gets no batch for so long raises, naming who owes it."
-    )
+    batch_timeout_s: PositiveFloat = Knob(600.0, "A learner that gets no batch for so long raises, naming who owes it.")
 
     @property
     def memory_limit(self) -> float | None:

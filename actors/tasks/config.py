@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from common.user_input import Knob
+
 MOST_HELDOUT = 1024
 """Held-out problems of a file where none are asked for by number: an eighth of a large file would take an evaluation
 longer than the training."""
@@ -16,7 +18,7 @@ longer than the training."""
 class _NamedReward(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    weight: float = Field(default=1.0, description="What its reward is multiplied by before rewards are summed.")
+    weight: float = Knob(1.0, "What its reward is multiplied by before rewards are summed.")
 
 
 class Judge(_NamedReward):
@@ -26,24 +28,18 @@ class Judge(_NamedReward):
     """
 
     type: Literal["judge"]
-    endpoint: str = Field(pattern=r"^https?://", description="Base address, as http://HOST:8000/v1.")
-    model: str = Field(description="The model's name there.")
-    prompt: str = Field(
-        description="What it is asked: a template over {prompt}, {completion} and the columns of the task."
+    endpoint: str = Knob(..., "Base address, as http://HOST:8000/v1.", pattern=r"^https?://")
+    model: str = Knob(..., "The model's name there.")
+    prompt: str = Knob(..., "What it is asked: a template over {prompt}, {completion} and the columns of the task.")
+    system_prompt: str | None = Knob(None, "What it is told before that.")
+    worst: float = Knob(0.0, "The rating of the worst answer.")
+    best: float = Knob(10.0, "The rating of the best; what lies outside is no rating.")
+    max_tokens: PositiveInt = Knob(512, "Longest answer of the judge; one that is cut rates none.")
+    timeout_s: PositiveFloat = Knob(120.0, "For one rating, with all waiting where the endpoint is busy (429) or away.")
+    api_key_env: str | None = Knob(
+        None, "Environment variable that holds the key of the endpoint, on every host of actors."
     )
-    system_prompt: str | None = Field(default=None, description="What it is told before that.")
-    worst: float = Field(default=0.0, description="The rating of the worst answer.")
-    best: float = Field(default=10.0, description="The rating of the best; what lies outside is no rating.")
-    max_tokens: PositiveInt = Field(default=512, description="Longest answer of the judge; one that is cut rates none.")
-    timeout_s: PositiveFloat = Field(
-        default=120.0, description="For one rating, with all waiting where the endpoint is busy (429) or away."
-    )
-    api_key_env: str | None = Field(
-        default=None, description="Environment variable that holds the key of the endpoint, on every host of actors."
-    )
-    request: dict[str, Any] = Field(
-        default_factory=dict, description="Further fields of the request, as reasoning_effort; temperature is 0."
-    )
+    request: dict[str, Any] = Knob({}, "Further fields of the request, as reasoning_effort; temperature is 0.")
 
     @model_validator(mode="after")
     def _ratings_differ(self) -> Judge:
@@ -56,22 +52,19 @@ class Classifier(_NamedReward):
     """A sequence classifier of Transformers with one output, which is the reward, in one process beside each actor."""
 
     type: Literal["classifier"]
-    path: str = Field(description="Folder of the model and its tokenizer.")
-    chat: bool = Field(
-        default=False,
-        description="Score prompt and completion as turns of its tokenizer's chat template; else as one text.",
-    )
-    device: str = Field(default="cpu", description="Where it computes: cpu, or cuda for a GPU of its actor.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Its precision.")
+    path: str = Knob(..., "Folder of the model and its tokenizer.")
+    chat: bool = Knob(False, "Score prompt and completion as turns of its tokenizer's chat template; else as one text.")
+    device: str = Knob("cpu", "Where it computes: cpu, or cuda for a GPU of its actor.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Knob("float32", "Its precision.")
 
 
 RewardModel = Annotated[Judge | Classifier, Field(discriminator="type")]
 
 
 class _AnswerRule(_NamedReward):
-    column: str | None = Field(
-        default=None,
-        description="Column with the right answer, or a list of right ones, as answer or reward_model[ground_truth]. "
+    column: str | None = Knob(
+        None,
+        "Column with the right answer, or a list of right ones, as answer or reward_model[ground_truth]. "
         "Unset: answer, solution or ground_truth, whichever the rows have first. A row without one is not scored.",
     )
 
@@ -80,36 +73,34 @@ class MathRule(_AnswerRule):
     """1 where the completion's last answer equals the row's, by value for numbers, else by math-verify; else 0."""
 
     type: Literal["math"] = "math"
-    answer_tag: str | None = Field(
-        default=None, description="Read only what stands between <TAG> and </TAG>; unset: the whole completion."
-    )
+    answer_tag: str | None = Knob(None, "Read only what stands between <TAG> and </TAG>; unset: the whole completion.")
 
 
 class ExactRule(_AnswerRule):
     """1 where the completion is the row's answer, but for white space around both, else 0."""
 
     type: Literal["exact"] = "exact"
-    answer_tag: str | None = Field(
-        default=None, description="Compare only what stands between <TAG> and </TAG>; unset: the whole completion."
+    answer_tag: str | None = Knob(
+        None, "Compare only what stands between <TAG> and </TAG>; unset: the whole completion."
     )
-    ignore_case: bool = Field(default=False, description="Whether upper and lower case are the same.")
+    ignore_case: bool = Knob(False, "Whether upper and lower case are the same.")
 
 
 class ContainsRule(_AnswerRule):
     """1 where the row's answer stands somewhere in the completion, else 0."""
 
     type: Literal["contains"] = "contains"
-    ignore_case: bool = Field(default=False, description="Whether upper and lower case are the same.")
+    ignore_case: bool = Knob(False, "Whether upper and lower case are the same.")
 
 
 class RegexRule(_NamedReward):
     """1 where Python's `re` finds the pattern in the completion, else 0."""
 
     type: Literal["regex"] = "regex"
-    pattern: str = Field(description="What re.search looks for; (?s), (?i) and the like may begin it.")
-    column: str | None = Field(
-        default=None,
-        description="Column that the first group of the last match must equal, as in pattern = '#### (.+)'; unset: any "
+    pattern: str = Knob(..., "What re.search looks for; (?s), (?i) and the like may begin it.")
+    column: str | None = Knob(
+        None,
+        "Column that the first group of the last match must equal, as in pattern = '#### (.+)'; unset: any "
         "match scores.",
     )
 
@@ -133,19 +124,18 @@ class CodeRule(_NamedReward):
     """1 where the last Python block of the completion passes the tests of its row, else 0."""
 
     type: Literal["code"] = "code"
-    column: str | None = Field(
-        default=None,
-        description="Column with the tests, in a form that docs/tasks.md lists. Unset: tests or test_list. A row "
+    column: str | None = Knob(
+        None,
+        "Column with the tests, in a form that docs/tasks.md lists. Unset: tests or test_list. A row "
         "without tests is not scored.",
     )
-    partial: bool = Field(default=False, description="Reward the share of the tests that pass, instead of all or none.")
-    timeout_s: PositiveFloat = Field(
-        default=10.0, description="For all tests of a completion together; those that are not done by then have failed."
+    partial: bool = Knob(False, "Reward the share of the tests that pass, instead of all or none.")
+    timeout_s: PositiveFloat = Knob(
+        10.0, "For all tests of a completion together; those that are not done by then have failed."
     )
-    memory_mib: PositiveInt = Field(default=1024, description="What each process of a test's program may allocate.")
-    require_isolation: bool = Field(
-        default=False,
-        description="Whether a run is refused where the kernel does not cut the programs off from network and files.",
+    memory_mib: PositiveInt = Knob(1024, "What each process of a test's program may allocate.")
+    require_isolation: bool = Knob(
+        False, "Whether a run is refused where the kernel does not cut the programs off from network and files."
     )
 
 
@@ -157,41 +147,38 @@ RULES: Mapping[str, RewardRule] = {rule.type: rule for rule in (MathRule(), Code
 class _TaskConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    template: str | None = Field(
-        default=None,
-        description="Prompt text; {name} is a column of the item, {metadata[name]} an entry of its metadata, "
+    template: str | None = Knob(
+        None,
+        "Prompt text; {name} is a column of the item, {metadata[name]} an entry of its metadata, "
         "and {name:compact} leaves out all white space. Unset: the question.",
+        basic=True,
     )
-    chat: bool = Field(default=False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
-    system_prompt: str | None = Field(default=None, description="System turn; needs chat = true.")
-    heldout_share: float = Field(
-        default=0.125, gt=0, lt=1, description="Share of all questions whose hash sets them aside for evaluation."
-    )
-    rewards: tuple[str, ...] = Field(
-        default=(),
-        description="Reward functions as FILE.py:FUNCTION, rules by name (math, code, exact, contains, and those of "
+    chat: bool = Knob(False, "Wrap the prompt as a user turn of the tokenizer's chat template.", basic=True)
+    system_prompt: str | None = Knob(None, "System turn; needs chat = true.", basic=True)
+    heldout_share: float = Knob(0.125, "Share of all questions whose hash sets them aside for evaluation.", gt=0, lt=1)
+    rewards: tuple[str, ...] = Knob(
+        (),
+        "Reward functions as FILE.py:FUNCTION, rules by name (math, code, exact, contains, and those of "
         "reward_rules), and names of reward_models; their values are summed.",
+        basic=True,
     )
-    reward_rules: dict[str, RewardRule] = Field(
-        default_factory=dict, description="Rules that need more than their name: tables [task.reward_rules.NAME]."
+    reward_rules: dict[str, RewardRule] = Knob(
+        {}, "Rules that need more than their name: tables [task.reward_rules.NAME]."
     )
-    reward_models: dict[str, RewardModel] = Field(
-        default_factory=dict, description="Models that reward, by name: tables [task.reward_models.NAME]."
-    )
-    reward_network: bool = Field(
-        default=True,
-        description="Whether reward functions have the network. If not, the kernel cuts their processes off from it, "
+    reward_models: dict[str, RewardModel] = Knob({}, "Models that reward, by name: tables [task.reward_models.NAME].")
+    reward_network: bool = Knob(
+        True,
+        "Whether reward functions have the network. If not, the kernel cuts their processes off from it, "
         "but for judges.",
+        fixed="",
     )
-    correct_at: float = Field(
-        default=1.0,
-        description="An answer with at least this reward counts as correct: a held-out one in an evaluation, any other "
+    correct_at: float = Knob(
+        1.0,
+        "An answer with at least this reward counts as correct: a held-out one in an evaluation, any other "
         "for buffer.prompt_law = 'posterior'.",
     )
-    teacher_column: str | None = Field(
-        default=None,
-        description="Column of a row with the name of its teacher, one of model.teachers; as domain or "
-        "metadata[source].",
+    teacher_column: str | None = Knob(
+        None, "Column of a row with the name of its teacher, one of model.teachers; as domain or metadata[source]."
     )
 
     @model_validator(mode="after")
@@ -221,15 +208,14 @@ class ReasoningGymTask(_TaskConfig):
     """Any reasoning-gym dataset by name; scored by the dataset itself unless `rewards` are named."""
 
     type: Literal["reasoning_gym"]
-    name: str = Field(description="Dataset of reasoning-gym, for example chain_sum.")
-    params: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the dataset; seed, 0 unless given, is of its item stream, and decides no split.",
+    name: str = Knob(..., "Dataset of reasoning-gym, for example chain_sum.", basic=True)
+    params: dict[str, Any] = Knob(
+        {}, "Arguments of the dataset; seed, 0 unless given, is of its item stream, and decides no split.", basic=True
     )
-    num_train: PositiveInt = Field(default=4096, description="Distinct training prompts.")
-    num_heldout: PositiveInt = Field(default=1024, description="Distinct held-out problems, split by question hash.")
-    answer_tag: str | None = Field(
-        default=None, description="Score only what stands between <TAG> and </TAG>; unset: the whole completion."
+    num_train: PositiveInt = Knob(4096, "Distinct training prompts.", basic=True)
+    num_heldout: PositiveInt = Knob(1024, "Distinct held-out problems, split by question hash.", basic=True)
+    answer_tag: str | None = Knob(
+        None, "Score only what stands between <TAG> and </TAG>; unset: the whole completion.", basic=True
     )
 
 
@@ -237,16 +223,17 @@ class FileTask(_TaskConfig):
     """A JSONL or Parquet file of prompts, and reward functions in Python files."""
 
     type: Literal["file"]
-    path: str = Field(description="JSONL or Parquet file; one row per prompt.")
-    question_column: str = Field(default="question", description="Column that is the prompt if template is unset.")
-    heldout_path: str | None = Field(
-        default=None, description="Held-out rows; unset: split `path` by a hash of the columns that template reads."
+    path: str = Knob(..., "JSONL or Parquet file; one row per prompt.", basic=True)
+    question_column: str = Knob("question", "Column that is the prompt if template is unset.")
+    heldout_path: str | None = Knob(
+        None, "Held-out rows; unset: split `path` by a hash of the columns that template reads."
     )
-    num_train: PositiveInt | None = Field(default=None, description="Distinct training prompts; unset: all there are.")
-    num_heldout: PositiveInt | None = Field(
-        default=None,
-        description="Distinct held-out problems, all of which are answered before and after training; unset: all "
+    num_train: PositiveInt | None = Knob(None, "Distinct training prompts; unset: all there are.", basic=True)
+    num_heldout: PositiveInt | None = Knob(
+        None,
+        "Distinct held-out problems, all of which are answered before and after training; unset: all "
         f"there are, {MOST_HELDOUT} at most.",
+        basic=True,
     )
 
 

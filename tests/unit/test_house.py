@@ -8,7 +8,7 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 182,
-    "lines": 48_684,
+    "lines": 48_656,
     "longest file": 476,
     "longest function": 57,
     "modules imported by exactly one other": 34,

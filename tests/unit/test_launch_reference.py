@@ -79,9 +79,3 @@ def test_every_key_is_listed_once_and_as_basic_or_advanced():
     levels = [row[3].strip() for row in rows if "[" not in row[1]]
     assert set(levels) == {"basic", "advanced"}
     assert len(levels) / 4 < levels.count("basic") < len(levels) / 2, "about a third are basic"
-
-
-def test_a_key_that_is_called_basic_and_is_none_is_named(monkeypatch):
-    monkeypatch.setitem(reference.BASIC, "actors", "num_actor")
-    with pytest.raises(ValueError, match=r"actors.num_actor basic, and there is no such key"):
-        reference.config_reference()
