@@ -8,13 +8,15 @@ PYTEST := $(VENV)/python -m pytest
 FILE_BY_FILE := --dist loadfile --no-loadscope-reorder
 # Full counts take minutes, on a slow machine three times as many: a test that hangs is ended later there.
 FULL_COUNTS := LEEWAY_FAULTS=all $(PYTEST) -o timeout=1800
+PART ?= unit faults-1 faults-2 e2e
+BUFFER_FAULTS := $(wildcard tests/faults/test_buffer_*.py)
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Tests start some hundreds of processes: one compiles what all of them import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test full unit faults lint format docs-check bench install clean
+.PHONY: demo test full full-unit full-faults-1 full-faults-2 full-e2e unit faults lint format docs-check bench install clean
 
 demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
@@ -25,9 +27,20 @@ test: install  ## unit, integration, property, faults and end to end (about 12 m
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/e2e tests/unit
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/integration tests/faults tests/property
 
-full: install  ## the same with full counts, and runs that `make test` leaves out (two and a half to four hours)
+full: install  ## the same with full counts, and runs that `make test` leaves out, or one PART of it (each up to 90 minutes)
+	@for part in $(PART); do echo "Running $$part with full counts"; $(MAKE) --no-print-directory full-$$part || exit 1; done
+
+full-unit:
 	$(FULL_COUNTS) -n 3 $(FILE_BY_FILE) tests/unit tests/integration tests/property
-	$(FULL_COUNTS) tests/faults tests/e2e
+
+full-faults-1:
+	$(FULL_COUNTS) $(BUFFER_FAULTS)
+
+full-faults-2:
+	$(FULL_COUNTS) $(filter-out $(BUFFER_FAULTS),$(wildcard tests/faults/test_*.py))
+
+full-e2e:
+	$(FULL_COUNTS) tests/e2e
 
 unit: install  ## each part by itself, without a process of ours: 2 minutes on 2 cores
 	$(PYTEST) -n 3 $(FILE_BY_FILE) tests/unit -m "not process"

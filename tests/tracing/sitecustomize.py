@@ -1,0 +1,108 @@
+"""Record which functions of Leeway run, and when, in every process of a traced run: `python -m tests.walks` reads it.
+
+Python imports a module of this name at its start if it lies on PYTHONPATH, so every process of the run is traced without
+a change to it. Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_ROOT the checkout,
+LEEWAY_TRACE_EXACT the functions whose every call and return counts, LEEWAY_TRACE_KEY the config key whose reads count.
+
+A record is a line of milliseconds since the epoch, what happened, file and function, parted by tabs.
+"""
+
+import functools
+import inspect
+import os
+import sys
+import threading
+import time
+
+SLOT_MS = 20
+"""A function is recorded once in this time, so that a hot one does not fill the disk."""
+
+FOLDER = os.environ.get("LEEWAY_TRACE")
+ROOT = os.environ.get("LEEWAY_TRACE_ROOT", "") + "/"
+EXACT = frozenset(os.environ.get("LEEWAY_TRACE_EXACT", "").split())
+KEY_MODULE, _, KEY = os.environ.get("LEEWAY_TRACE_KEY", "").partition(":")
+KEY_CLASS, _, KEY_NAME = KEY.partition(".")
+RAY_METHODS = "/ray/_private/function_manager.py"
+
+_names = {}
+_last_ms = {}
+_files = {}
+
+
+def _name(code):
+    """`package/file.py<tab>function` of a function of the product; empty of any other."""
+    path = code.co_filename
+    if not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>":
+        return ""  # the body of a class: it runs at the import
+    is_ours = path.startswith(ROOT) and "/." not in path and not path.startswith((ROOT + "tests/", ROOT + "runs/"))
+    return f"{path[len(ROOT) :]}\t{code.co_name}" if is_ours else ""
+
+
+def _write(what, name):
+    pid = os.getpid()
+    if pid not in _files:  # a forked process has its own
+        _files[pid] = os.open(f"{FOLDER}/{pid}.trace", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(_files[pid], f"0\targv\t{' '.join(sys.orig_argv)[:400]!r}\t\n".encode())
+    os.write(_files[pid], f"{time.time() * 1000:.1f}\t{what}\t{name}\n".encode())
+
+
+def _profile(frame, event, argument):
+    if event != "call" and event != "return":
+        return
+    code = frame.f_code
+    if event == "return" and code.co_name == "<module>" and code.co_filename.endswith(RAY_METHODS):
+        _trace_methods(frame.f_globals["FunctionActorManager"])
+    name = _names.get(code)
+    if name is None:
+        name = _names[code] = _name(code)
+    if not name:
+        return
+    if code.co_name == "<module>":
+        if event == "return" and KEY and name.startswith(KEY_MODULE):
+            _watch(frame.f_globals.get(KEY_CLASS))
+        return
+    if name.replace("\t", ":") in EXACT:
+        _write(event, name)
+    elif event == "call":
+        now_ms = time.monotonic() * 1000
+        if now_ms - _last_ms.get(code, -SLOT_MS) >= SLOT_MS:
+            _last_ms[code] = now_ms
+            _write(event, name)
+
+
+def _trace_methods(manager):
+    """Trace the methods of Ray actors too: they run in threads that Python has not started."""
+    make = manager._make_actor_method_executor
+
+    def traced(self, method_name, method):
+        execute = make(self, method_name, method)
+
+        @functools.wraps(execute)
+        def run(*arguments, **named):
+            sys.setprofile(_profile)
+            return execute(*arguments, **named)
+
+        return run
+
+    manager._make_actor_method_executor = traced
+
+
+def _watch(section):
+    """Record the files on the stack of every read of the key."""
+
+    def read(self, name, get=object.__getattribute__):
+        if name == KEY_NAME:
+            frame = sys._getframe(1)
+            while frame is not None:
+                if name := _names.setdefault(frame.f_code, _name(frame.f_code)):
+                    _write("key", name)
+                frame = frame.f_back
+            name = KEY_NAME
+        return get(self, name)
+
+    section.__getattribute__ = read
+
+
+if FOLDER:
+    threading.setprofile(_profile)
+    sys.setprofile(_profile)
