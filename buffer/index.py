@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -128,8 +129,9 @@ class GroupIndex:
 
     # --- what samplers ask ------------------------------------------------------------------------
 
-    def picker(self) -> Picker:
-        return self._weights.picker()
+    def by_weight(self, num: int, random: np.random.Generator, taken: AbstractSet[int]) -> list[int]:
+        """Draw up to `num` ready groups by weight, as `Weights.choose`."""
+        return self._weights.choose(num, random, taken)
 
     def bucket(self, group_id: int) -> int:
         """The length bucket of a ready group."""
@@ -208,101 +210,45 @@ class GroupIndex:
                     del lists[key]
 
 
-def _take_out(keys: list[Any], key: object) -> None:
-    del keys[bisect_left(keys, key)]
-
-
-Floats = npt.NDArray[np.float64]
-"""Of weights, the logarithms, -inf where there is no item: a softmax of rewards spans more than a float64 holds."""
-
-
 class Weights:
-    """Items with weights, in blocks of neighbouring ids, so that a draw looks at a block and at the sums of the others.
+    """Weights of items for draws by chance, as logarithms: a softmax of rewards spans more than a float64 holds.
 
-    What is drawn depends on the items and the chance alone, not on the order in which they came.
+    They lie in blocks of neighbouring ids. A draw depends on the items and the generator, not on the order of arrival.
     """
 
     BLOCK = 1024
 
     def __init__(self) -> None:
-        self._blocks: dict[int, Floats] = {}
-        """The logarithms, of the blocks that have an item."""
-        self._sums: dict[int, float] = {}
-        """The logarithm of the sum of a block, of those that have not changed since."""
-        self._chances: dict[int, Floats] = {}
-        """What `_chances_of` makes of a block, of those that were drawn from and have not changed since."""
+        self._blocks: dict[int, npt.NDArray[np.float64]] = {}
 
     def put(self, item: int, log_weight: float) -> None:
-        """Give an item a weight, or take it out with -inf."""
+        """Give an item a weight; -inf takes it out."""
         number, slot = divmod(item, self.BLOCK)
         if number not in self._blocks:
             self._blocks[number] = np.full(self.BLOCK, -np.inf)
         bounded = min(max(log_weight, -LOG_WEIGHT_LIMIT), LOG_WEIGHT_LIMIT)
         self._blocks[number][slot] = bounded if log_weight > -np.inf else -np.inf
-        self._sums.pop(number, None)
-        self._chances.pop(number, None)
+        if self._blocks[number].max() == -np.inf:
+            del self._blocks[number]
 
-    def picker(self) -> Picker:
-        for number in self._blocks.keys() - self._sums.keys():
-            self._sums[number] = _log_sum(self._blocks[number])
-            if self._sums[number] == -np.inf:
-                del self._blocks[number], self._sums[number]
-        numbers = sorted(self._blocks)
-        return Picker(numbers, [self._sums[number] for number in numbers], self._blocks, self._chances)
+    def choose(self, num: int, random: np.random.Generator, taken: AbstractSet[int] = frozenset()) -> list[int]:
+        """Draw up to `num` items, one after the other by weight, none twice and none of those `taken`.
 
-
-class Picker:
-    """One draw: picks items with chances in proportion to their weights."""
-
-    def __init__(
-        self, numbers: Sequence[int], sums: Sequence[float], blocks: Mapping[int, Floats], chances: dict[int, Floats]
-    ) -> None:
-        """Pick from these blocks, which are not changed; with the logarithms of their sums and the chances known."""
-        self._numbers = numbers
-        self._sums: Floats = np.array(sums)
-        self._blocks = dict(blocks)
-        self._known = chances
-        self._own: dict[int, Floats] = {}
-        """The chances within blocks of which an item was taken out."""
-        self._among: Floats | None = None
-        """The chances among the blocks; None: not known."""
-
-    def pick(self, random: np.random.Generator) -> int | None:
-        """An item; None where none is left."""
-        if self._among is None:
-            if self._sums.max(initial=-np.inf) == -np.inf:
-                return None
-            self._among = _chances_of(self._sums)
-        number = self._numbers[_draw(self._among, random)]
-        chances = self._own.get(number, self._known.get(number))
-        if chances is None:
-            chances = self._known[number] = _chances_of(self._blocks[number])
-        return number * Weights.BLOCK + _draw(chances, random)
-
-    def take_out(self, item: int) -> None:
-        number, slot = divmod(item, Weights.BLOCK)
-        if number not in self._blocks:
-            return
-        self._blocks[number] = self._blocks[number].copy()
-        self._blocks[number][slot] = -np.inf
-        left = self._sums[bisect_left(self._numbers, number)] = _log_sum(self._blocks[number])
-        if left > -np.inf:
-            self._own[number] = _chances_of(self._blocks[number])
-        self._among = None
+        The items with the largest sums of logarithm and Gumbel noise, in this order, are such a draw (Kool et al. 2019,
+        "Stochastic beams and where to find them").
+        """
+        if not self._blocks:
+            return []
+        numbers = np.array(sorted(self._blocks))
+        keys = np.concatenate([self._blocks[number] for number in numbers])
+        items = np.flatnonzero(keys > -np.inf)
+        keys, items = keys[items], numbers[items // self.BLOCK] * self.BLOCK + items % self.BLOCK
+        keys += random.gumbel(size=len(keys))
+        num_first = min(num + len(taken), len(keys))
+        first = np.argpartition(-keys, num_first - 1)[:num_first]
+        in_order = items[first[np.argsort(-keys[first])]].tolist()
+        return [item for item in in_order if item not in taken][:num]
 
 
-def _log_sum(logs: Floats) -> float:
-    top = logs.max()
-    return float(top + np.log(np.exp(logs - top).sum())) if top > -np.inf else -np.inf
-
-
-def _chances_of(logs: Floats) -> Floats:
-    """The sums of the weights up to each place, relative to the largest; at least one place has a weight."""
-    chances: Floats = np.exp(logs - logs.max()).cumsum()
-    return chances
-
-
-def _draw(chances: Floats, random: np.random.Generator) -> int:
-    place = int(chances.searchsorted(random.random() * chances[-1], side="right"))
-    # The product was rounded up to the sum: the last place that has a weight.
-    return place if place < len(chances) else int(chances.searchsorted(chances[-1]))
+def _take_out(keys: list[Any], key: object) -> None:
+    del keys[bisect_left(keys, key)]

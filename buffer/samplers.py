@@ -90,17 +90,7 @@ class Weighted:
     """By chance, in proportion to weight; a group that was drawn is out."""
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        """One after another. One that is out is taken out of the weights when it comes up again, as few do."""
-        picker = candidates.picker()
-        out = set(taken)
-        order: list[int] = []
-        while len(order) < num_groups and (group_id := picker.pick(random)) is not None:
-            if group_id in out:
-                picker.take_out(group_id)
-            else:
-                order.append(group_id)
-                out.add(group_id)
-        return order
+        return candidates.by_weight(num_groups, random, taken)
 
 
 @dataclass(frozen=True)

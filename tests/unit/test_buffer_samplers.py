@@ -14,7 +14,7 @@ from buffer.errors import BufferRefused, StoreError
 from buffer.samplers import systematic_shares
 from common.staleness import PolicyVersion
 from common.user_input import UserFileError
-from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, picker_of, train
+from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, weights_of, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
 
@@ -234,20 +234,20 @@ def test_under_bounded_replay_used_groups_make_room_for_new_ones(make):
 # --- indexes ----------------------------------------------------------------------------------------
 
 
-def test_a_picker_draws_in_proportion_and_to_the_last_item_however_small_its_share():
-    weights = {3: 0.0, 4: math.log(3), 9000: math.log(4), 70: -1e9}
-    picker, random = picker_of(weights), np.random.default_rng(0)
-    counts = Counter(picker.pick(random) for _ in range(4000))
-    assert_near(counts, {3: 1 / 8, 4: 3 / 8, 9000: 4 / 8}, 4000)
-    assert counts.keys() == set(weights) - {70}
-    picker.take_out(4)
-    assert_near(Counter(picker.pick(random) for _ in range(4000)), {3: 1 / 5, 9000: 4 / 5}, 4000)
-    for item in (3, 9000):
-        picker.take_out(item)
-    assert picker.pick(random) == 70
-    picker.take_out(70)
-    assert picker.pick(random) is None
-    assert picker_of({}).pick(random) is None
+def test_weights_are_drawn_in_proportion_and_to_the_last_item_however_small_its_share():
+    weights, random = weights_of({3: 0.0, 4: math.log(3), 9000: math.log(4), 70: -1e9}), np.random.default_rng(0)
+    drawn = [weights.choose(2, random) for _ in range(4000)]
+    assert_near(Counter(first for first, _ in drawn), {3: 1 / 8, 4: 3 / 8, 9000: 4 / 8}, 4000)
+    after_4 = [second for first, second in drawn if first == 4]
+    assert_near(Counter(after_4), {3: 1 / 5, 9000: 4 / 5}, len(after_4))
+    assert 70 not in {item for both in drawn for item in both}
+    for _ in range(20):
+        order = weights.choose(9, random)
+        assert (order[-1], sorted(order)) == (70, [3, 4, 70, 9000])
+        assert set(weights.choose(1, random, {4, 3})) == {9000}
+    weights.put(4, -math.inf)
+    assert weights.choose(9, random, {9000, 3}) == [70]
+    assert weights_of({}).choose(3, random) == []
 
 
 MINE = """

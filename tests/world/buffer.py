@@ -22,7 +22,7 @@ from buffer import samplers, schema
 from buffer.config import BufferConfig
 from buffer.core import BufferCore
 from buffer.errors import BufferRefused
-from buffer.index import GroupIndex, Picker, Weights
+from buffer.index import GroupIndex, Weights
 from buffer.ingest import Pushes
 from buffer.offline.verify import verify
 from buffer.prompts import Prompts
@@ -281,12 +281,12 @@ def _weighed(index: GroupIndex) -> dict[int, float]:
     }
 
 
-def picker_of(log_weights: Mapping[int, float]) -> Picker:
-    """A draw among items with these logarithms of weights."""
+def weights_of(log_weights: Mapping[int, float]) -> Weights:
+    """Items with these logarithms of weights."""
     weights = Weights()
     for item, log_weight in log_weights.items():
         weights.put(item, log_weight)
-    return weights.picker()
+    return weights
 
 
 def block_of(batch: pa.RecordBatch) -> bytes:
