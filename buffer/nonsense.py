@@ -8,7 +8,7 @@ A sender is a client that was greeted, by its name, or a stranger, by where it c
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,9 +28,6 @@ _PACED_FROM = 64
 _PACE_S = 1.0
 """Of a sender of whom so many are kept one is kept in so long, so that its flood is not written to disk."""
 _MAX_CONNECTIONS = 4096
-_ANSWERED = 200
-_SECOND_S = 1.0
-"""So much nonsense of a sender is answered in one second; to answer costs more than to read."""
 _MAX_FIRST = 200
 
 
@@ -95,12 +92,9 @@ class Quarantine:
 class Senders:
     """Follows connections and names them. Nothing of it is stored: it begins anew with the service."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._names: dict[bytes, str] = {}
         self._nonsense: dict[str, Nonsense] = {}
-        self._this_second: Counter[str] = Counter()
-        self._second_ends = 0.0
 
     def heard(self, connection: bytes, name: str) -> None:
         """This connection is that client's, which was greeted."""
@@ -113,17 +107,7 @@ class Senders:
         """Who is at the other end, as far as it is known."""
         return self._names.get(connection, peer)
 
-    def is_flooding(self, sender: str) -> bool:
-        """Does it send so much nonsense just now that more of it is not answered?"""
-        if self._clock() >= self._second_ends:
-            self._this_second.clear()
-        return self._this_second[_share_of(sender)] >= _ANSWERED
-
     def blame(self, sender: str, what: str, count: int = 1) -> None:
-        if self._clock() >= self._second_ends:
-            self._this_second.clear()
-            self._second_ends = self._clock() + _SECOND_S
-        self._this_second[_share_of(sender)] += count
         if sender not in self._nonsense and len(self._nonsense) >= MAX_SENDERS:
             sender = OTHERS
         known = self._nonsense.get(sender, Nonsense(0, _plain(what[:_MAX_FIRST])))

@@ -50,10 +50,6 @@ _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
 _FULL_HEARD_S = 5.0
 """So long after it a push that was put off has been tried again."""
-_SET_ASIDE_S = 0.25
-_MAX_UNWRITTEN = 512
-"""Messages that cannot be read are written down with the next commit that others ask for, or after so long or so
-many: who sends many of them costs the others no sync."""
 _FORGET_S = 60.0
 _MAX_CREDIT_ROWS = 1536
 _LEAST_CREDIT = p.Credit(64, 2**20)
@@ -155,10 +151,9 @@ class BufferService:
         )
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._complain_at = 0.0
-        self._senders = Senders(clock)
-        self._unwritten: list[SetAside] = []
-        self._write_at = 0.0
-        """When what is unwritten is written down at the latest."""
+        self._senders = Senders()
+        self._unreadable: list[SetAside] = []
+        """Messages of this turn that go into the quarantine."""
         self._stages = Stages()
         self._full_until = 0.0
         """Until then the disk is taken to be full: nothing is written of which no message asks."""
@@ -193,16 +188,16 @@ class BufferService:
         self._upkeep.run()
         asked = self._turn_away(self._receive())
         due, now = self._core.leases.due_in_s(), self._clock()
-        is_aside_due = len(self._unwritten) >= _MAX_UNWRITTEN or (bool(self._unwritten) and now >= self._write_at)
         is_due = due is not None and due <= 0 and self._hearing.is_complete(now)
-        has_news = bool(self._parked) or is_due or is_aside_due
+        has_news = bool(self._parked or self._unreadable) or is_due
         if not asked and not (has_news and now >= self._full_until):
+            self._unreadable.clear()
             return
         try:
             outbox, self._parked, blames = self._store.write(lambda tx: self._answer(tx, asked))
         except StoreFull as error:
             outbox, self._parked, blames = self._answer_on_full_disk(asked, str(error))
-        self._unwritten.clear()
+        self._unreadable.clear()
         for blame in blames:
             self._senders.blame(*blame)
         self._stages.end("commit")
@@ -217,18 +212,15 @@ class BufferService:
             match arrival:
                 case Malformed(identity, request_id, reason, data, refused, peer):
                     sender = self._senders.name(identity, peer)
-                    if not self._unwritten:
-                        self._write_at = self._clock() + _SET_ASIDE_S
-                    self._unwritten.append(SetAside(reason, sender, bytes(data[:MAX_QUARANTINED_BYTES])))
+                    self._unreadable.append(SetAside(reason, sender, bytes(data[:MAX_QUARANTINED_BYTES])))
                     self._senders.blame(sender, f"set aside: {reason}")
                     if refused is not None:
                         self._rpc.answer(identity, request_id, refused)
                 case Unserved(identity, request_id, refused, peer):
                     sender = self._senders.name(identity, peer)
-                    if refused.kind == p.RETRY or not self._senders.is_flooding(sender):
-                        self._rpc.answer(identity, request_id, refused)
                     if refused.kind != p.RETRY:
                         self._senders.blame(sender, refused.reason)
+                    self._rpc.answer(identity, request_id, refused)
                 case _:
                     asked.append(arrival)
         return asked
@@ -243,7 +235,7 @@ class BufferService:
             log.warning("%s. Everybody waits", reason)
             self._complain_at = now + _COMPLAIN_EVERY_S
         self._full_until, self._full_because = now + _FULL_PAUSE_S, reason
-        self._unwritten.clear()  # nonsense has no room
+        self._unreadable.clear()  # it has no room
         # What a failed turn did to leases is undone in the store, so their deadlines start anew too.
         self._store.read(self._core.leases.restart)
         data = [each for each in asked if _brings_data(each)]
@@ -267,8 +259,6 @@ class BufferService:
         """Wait until something is there or due, and open what is there."""
         now = self._clock()
         waits = [_IDLE_S, self._upkeep.due_in_s]
-        if self._unwritten:
-            waits.append(self._write_at - now)
         if now >= self._full_until:
             waits += [parked.deadline - now for parked in self._parked.values()]
             due = self._core.leases.due_in_s()
@@ -299,7 +289,7 @@ class BufferService:
         outbox: list[_Outgoing] = []
         blames: list[_Blame] = []
         parked = dict(self._parked)
-        for reason, sender, data in self._unwritten:
+        for reason, sender, data in self._unreadable:
             self._core.quarantine.set_aside(tx, reason, data, sender=sender)
         for each in asked:
             if isinstance(each, _Pushed):
@@ -363,8 +353,7 @@ class BufferService:
         """The answer to any request but a push; None to a draw, which waits among those parked."""
         identity, request_id, message, body, asker, _ = asked
         if refusal := self._refusal(tx, asked, blames):
-            is_answered = not self._senders.is_flooding(self._senders.name(identity, asked.peer))
-            return (p.Refused(refusal), b"") if is_answered else None
+            return p.Refused(refusal), b""
         if not isinstance(message, p.DrawRequest):
             try:
                 answer = self._core.handle(tx, message, body, sender=asker.name)

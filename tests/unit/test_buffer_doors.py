@@ -11,8 +11,8 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import CorruptRecord
-from buffer.nonsense import _ANSWERED, _PACED_FROM, MAX_QUARANTINED, MAX_SENDERS, OTHERS, Senders, SetAside
-from buffer.service import _SET_ASIDE_S, BufferService
+from buffer.nonsense import _PACED_FROM, MAX_QUARANTINED, MAX_SENDERS, OTHERS, Senders, SetAside
+from buffer.service import BufferService
 from common.rpc.messages import ROLES, Asker
 from common.rpc.server import STRANGER
 from tests.world.buffer import InProcessBuffer, facts, make_trajectory
@@ -238,26 +238,6 @@ def test_who_sends_nonsense_is_named_and_counted_and_does_not_hide_the_others(se
     assert {(entry.reason, entry.sender) for entry in kept} == {("header", stranger), ("reward not finite", ACTOR.name)}
 
 
-def test_a_flood_costs_others_no_commit(tmp_path, monkeypatch):
-    now, commits = [0.0], []
-    service = BufferService(BufferConfig(), FACTS, tmp_path / "buffer", clock=lambda: now[0])
-    write = service._store.write
-    monkeypatch.setattr(service._store, "write", lambda change: commits.append(1) or write(change))
-    with zmq.Context() as context:
-        flood = Wire(service.bind(), context)
-        for number in range(20):
-            flood._socket.send(b"junk %d" % number)
-            assert service._rpc.poll(20.0)
-            service.turn()
-        assert commits == []
-        now[0] += _SET_ASIDE_S
-        service.turn()
-        flood.close()
-    assert len(commits) == 1
-    assert service._store.read(lambda tx: tx.state.ledger.quarantined_by_reason) == {"header": 20}
-    service.close()
-
-
 # --- the quarantine ---------------------------------------------------------------------------------
 
 
@@ -329,29 +309,16 @@ def test_a_row_of_the_quarantine_is_read_whatever_its_sender_is_called():
 
 
 def test_senders_are_told_apart_up_to_a_number():
-    senders = Senders(lambda: 0.0)
+    senders = Senders()
     for number in range(MAX_SENDERS + 5):
         senders.blame(f"actor-{number}", "x" * 5000)
     told = senders.told()
-    assert not senders.is_flooding("actor-0")
     assert len(told) == MAX_SENDERS + 1
     assert told[OTHERS].count == 5
     assert max(len(each.first) for each in told.values()) < 300
 
 
 def test_what_a_sender_sent_at_first_moves_no_cursor_where_it_is_shown():
-    senders = Senders(lambda: 0.0)
+    senders = Senders()
     senders.blame("actor-0", "a kind \x1b[2J\n")
     assert senders.told()["actor-0"].first == "a kind ?[2J?"
-
-
-def test_of_a_flood_so_much_is_answered_in_a_second_and_strangers_flood_together():
-    now = [0.0]
-    senders = Senders(lambda: now[0])
-    for process in range(_ANSWERED):
-        assert not senders.is_flooding(f"{STRANGER} (process {process} of user 1)")
-        senders.blame(f"{STRANGER} (process {process} of user 1)", "header")
-    assert senders.is_flooding(f"{STRANGER} (process 9999 of user 1)")
-    assert not senders.is_flooding("actor-0")
-    now[0] = 1.0
-    assert not senders.is_flooding(f"{STRANGER} (process 9999 of user 1)")
