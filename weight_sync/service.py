@@ -56,13 +56,13 @@ class WeightService:
         folder: Path,
         *,
         keys: ServiceKeys | None = None,
-        read_expires_s: float = 30.0,
+        read_expires_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the store in a folder, which is created if missing. Clients of another run are refused.
 
         With keys, only the holders of the run's client key are let in. Retention gets a version `read_expires_s` after
-        the last request of a reader that is not through.
+        its last request.
         """
         self._config = config
         self._clock = clock
@@ -145,11 +145,11 @@ class WeightService:
                 case p.CommitRequest(keep_versions=keep):
                     return self._start(request, lambda data: self._uploads.commit(data, keep))
                 case message:
-                    return self._answer_now(request.identity, message, request.body)
+                    return self._answer_now(message, request.body)
         except (WeightsError, OSError, ValueError) as error:
             return p.refusal_of(error), b""
 
-    def _answer_now(self, identity: bytes, message: p.Question, body: memoryview) -> Answer:
+    def _answer_now(self, message: p.Question, body: memoryview) -> Answer:
         match message:
             case p.StoreRequest(name=name):
                 log.info("%s says hello", name)
@@ -162,9 +162,9 @@ class WeightService:
                 newest = self._store.newest()
                 return p.Document(), b"" if newest is None else self._store.manifest_bytes(newest)
             case p.ManifestRequest(version):
-                return p.Document(), self._served.document(p.version_of(version), identity)
+                return p.Document(), self._served.document(p.version_of(version))
             case p.ReadRequest(version, file, offset, size):
-                data, total = self._served.read(p.version_of(version), file, offset, size, identity)
+                data, total = self._served.read(p.version_of(version), file, offset, size)
                 self._served.note_reader()
                 return p.Chunk(total), data
             case p.WriteStatusRequest(version, file, total):

@@ -1,19 +1,14 @@
 """What the weight service does with its store, for those who do not see the folder.
 
-ServedVersions: what it reads for others, mapped, and kept from removal while it is read. A version is let go `LINGER_S`
-after every reader of it has had the last byte of the last file, and `expires_s` after the last request of one that has
-not. Of versions that retention would remove, at most `MAX_OLD` are kept for readers; of more, those that were asked for
-least lately are let go. So the store holds at most `keep_versions + MAX_OLD` versions, and those that are committed
-before the next look, a second later.
+ServedVersions: read, memory-mapped, and kept from removal until `expires_s` after their last request. Of versions that
+retention would remove, only the `MAX_OLD` that were requested last are kept.
 
-UploadReceiver: what it is sent. What a stage uploads gets its name once it is complete and checked.
+UploadReceiver: what stages upload. A file gets its name once it is complete and checked.
 
     0.17/.part-0.bfloat16.safetensors.26300416.upload     so far; its size says how far, after a restart too
     0.17/part-0.bfloat16.safetensors                      complete, every tensor checked
 
-A part that comes as deltas is made whole here, from the parent's files. The pieces of an upload are written on the
-service's one thread, each before the next message is taken: a slow disk slows readers too while somebody uploads. Only
-checking, making whole and committing are the worker's.
+A part that comes as deltas is made whole here, from the parent's files.
 """
 
 from __future__ import annotations
@@ -47,17 +42,8 @@ from weight_sync.store import WeightStore, checked, read_manifest
 
 log = logging.getLogger(__name__)
 
-LINGER_S = 2.0
-"""A reader that is through may still ask for a piece again that was lost."""
 MAX_OLD = 4
 _NOTE_EVERY_S = 1.0
-
-
-@dataclass
-class _Reader:
-    asked_at: float
-    has_read: bool = False
-    is_through: bool = False
 
 
 @dataclass
@@ -66,12 +52,8 @@ class _Served:
     manifest: Manifest
     lock: BinaryIO
     asked_at: float
-    last_files: frozenset[str]
-    """Of each dtype the file that is read last, whole or as its changes."""
-    was_read: bool = False
     sent_bytes: int = 0
     maps: dict[str, memoryview] = field(default_factory=dict)
-    readers: dict[bytes, _Reader] = field(default_factory=dict)
 
 
 class ServedVersions:
@@ -82,7 +64,7 @@ class ServedVersions:
         store: WeightStore,
         *,
         keep_versions: int = 1,
-        expires_s: float = 30.0,
+        expires_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nobody reads yet; retention leaves the `keep_versions` newest alone in any case."""
@@ -93,33 +75,25 @@ class ServedVersions:
         self._served: dict[PolicyVersion, _Served] = {}
         self._note_at = self._expire_at = clock()
 
-    def document(self, version: PolicyVersion, reader: bytes = b"") -> bytes:
-        """The manifest of a version as it was written, which is kept for this reader from now on; errors as `read`."""
-        return self._of(version, reader).document
+    def document(self, version: PolicyVersion) -> bytes:
+        """Return the manifest of a version as it was written, and keep the version from now on; errors as `read`."""
+        return self._of(version).document
 
-    def read(
-        self, version: PolicyVersion, file: str, offset: int, size: int, reader: bytes = b""
-    ) -> tuple[memoryview, int]:
-        """Bytes of a file, not copied, and how many it has in all.
-
-        A reader reads the files of a dtype in the manifest's order, as `Manifest.files_of` gives them.
+    def read(self, version: PolicyVersion, file: str, offset: int, size: int) -> tuple[memoryview, int]:
+        """Return bytes of a file, not copied, and the size of the file.
 
         Raises:
             WeightsGone: the version is not in the store.
             WeightsCorrupt: its manifest was changed or names no such file, or the file is cut.
             ValueError: the file has no such bytes.
         """
-        served = self._of(version, reader)
+        served = self._of(version)
         total = served.manifest.size_of(file)
         if offset + size > total:
             raise ValueError(f"version {version}: {file} has {total} bytes, not {offset + size}")
         data = served.maps.get(file)
         if data is None:
             data = served.maps[file] = self._map(version, file, total)
-        state = served.readers[reader]
-        state.has_read = True
-        state.is_through = file in served.last_files and offset + size == total
-        served.was_read |= state.is_through
         served.sent_bytes += size
         return data[offset : offset + size], total
 
@@ -140,12 +114,7 @@ class ServedVersions:
             return
         self._expire_at = now + min(1.0, self._expires_s)
         for version, served in list(self._served.items()):
-            for name, reader in list(served.readers.items()):
-                # who asked for the manifest alone waits for one that reads for its whole machine
-                is_done = reader.is_through or (served.was_read and not reader.has_read)
-                if now - reader.asked_at >= (min(LINGER_S, self._expires_s) if is_done else self._expires_s):
-                    del served.readers[name]
-            if not served.readers:
+            if now - served.asked_at >= self._expires_s:
                 self._let_go(version)
         self._cap()
 
@@ -164,10 +133,9 @@ class ServedVersions:
             return
         old = sorted(self._served.keys() - kept_anyway, key=lambda version: self._served[version].asked_at)
         for version in old[: max(0, len(old) - MAX_OLD)]:
-            log.warning("version %s is left to retention: more than %d old versions are read", version, MAX_OLD)
             self._let_go(version)
 
-    def _of(self, version: PolicyVersion, reader: bytes) -> _Served:
+    def _of(self, version: PolicyVersion) -> _Served:
         now = self._clock()
         served = self._served.get(version)
         if served is None:
@@ -175,13 +143,12 @@ class ServedVersions:
             try:
                 document = self._store.manifest_bytes(version)
                 manifest = read_manifest(document, version, str(self._store.version_folder(version)))
-                served = _Served(document, manifest, lock, now, _last_files(manifest))
+                served = _Served(document, manifest, lock, now)
             except BaseException:
                 lock.close()
                 raise
             self._served[version] = served
         served.asked_at = now
-        served.readers.setdefault(reader, _Reader(now)).asked_at = now
         return served
 
     def _map(self, version: PolicyVersion, file: str, total: int) -> memoryview:
@@ -199,11 +166,6 @@ class ServedVersions:
         log.info("version %s: %.1f MiB of %d files were sent", version, served.sent_bytes / 2**20, len(served.maps))
         # the maps end with the last message that is on its way
         served.lock.close()
-
-
-def _last_files(manifest: Manifest) -> frozenset[str]:
-    last = [next(reversed(manifest.files_of(dtype))) for dtype in manifest.dtypes]
-    return frozenset([*last, *map(delta_name, last)])
 
 
 class UploadReceiver:
