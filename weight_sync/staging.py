@@ -2,25 +2,28 @@
 
     leeway-1000-RUN-STORE/
       users.lock                            held by everybody who uses the folder
-      locks/0.17                            held by the process that fetches version 17
+      locks/0.17                            held by the process that fetches version 17, and touched as it proceeds
       0.17/                                 laid out as in the weight store, so that a `WeightStore` reads it
-        .part-0.bfloat16.safetensors.partial   so far; its size says how far
-        part-0.bfloat16.safetensors            complete, every tensor checked
-        .staged.bfloat16                       all files of this dtype are
+        .part-0.bfloat16.safetensors.1a2b.partial   so far; its size says how far
+        part-0.bfloat16.safetensors                 complete, every tensor checked
+        .staged.bfloat16                            all files of this dtype are
         manifest.json
 
 A file gets its name once every tensor in it has passed its checksum. A process that is killed while it fetches leaves
-what came; the next one goes on behind it. One that is stopped is not waited for longer than `patience_s`.
+its partial file, and the next one continues with a copy of it. The lock of a process that is stopped for `patience_s`
+is removed, and another process fetches. The stopped one may continue: it writes to files of its own, and what it names
+has passed the same checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +31,7 @@ from common.files import FULL, discard, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.delta import rebuild_file
-from weight_sync.host_folder import HostFolder, is_at, lock_within, locked
+from weight_sync.host_folder import HostFolder, lock_within, locked
 from weight_sync.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -50,12 +53,7 @@ _MAX_DELTAS = 8
 
 
 GetOn = Callable[[], None]
-"""Called at every piece and every tensor, and before a file is changed: tells those that wait that this process gets
-on, or raises TransferFailed where another one has taken over."""
-
-
-class _Ousted(TransferFailed):
-    """This process was stopped while it fetched, and another one has taken over."""
+"""Called at every piece and every tensor, to show the processes that wait that this one proceeds."""
 
 
 class HostStaging(HostFolder):
@@ -90,9 +88,6 @@ class HostStaging(HostFolder):
         try:
             try:
                 lock = self._stage(client, manifest, document, dtype)
-            except _Ousted as error:
-                log.warning("%s", error)
-                lock = self._stage(client, manifest, document, dtype)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
@@ -113,14 +108,14 @@ class HostStaging(HostFolder):
     def _stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> BinaryIO:
         for older, older_document in self._way_to(client, manifest, dtype):
             with self._fetching(older.policy) as held:
-                if not self._is_staged(older, dtype) and not self._fill(client, older, older_document, dtype, held):
+                if not self._fill(client, older, older_document, dtype, held):
                     break
             self._retain()
         version = manifest.policy
         with self._fetching(version) as held:
-            if not self._is_staged(manifest, dtype) and not self._fill(client, manifest, document, dtype, held):
-                fetch(client, manifest, dtype, self.store.version_folder(version), lambda: self._get_on(held, version))
-                self._admit(manifest, document, dtype, held)
+            if not self._fill(client, manifest, document, dtype, held):
+                fetch(client, manifest, dtype, self.store.version_folder(version), _get_on(held))
+                self._admit(manifest, document, dtype)
             return self.store.lock_for_reading(version)
 
     def _unusable(self, version: PolicyVersion, error: OSError) -> TransferFailed:
@@ -136,50 +131,24 @@ class HostStaging(HostFolder):
             "folder of this machine with room for four versions"
         )
 
-    def _get_on(self, held: BinaryIO, version: PolicyVersion) -> None:
-        """Show those that wait for the version that this process is not stopped; refuse if it was taken for it."""
-        self._refuse_if_ousted(held, version)
-        os.utime(held.fileno())
-
-    def _refuse_if_ousted(self, held: BinaryIO, version: PolicyVersion) -> None:
-        if not is_at(held, self._locks / version.key):
-            if not self.is_there():
-                raise FileNotFoundError(errno.ENOENT, "No such folder any more", str(self.store.folder))
-            raise _Ousted(
-                f"version {version} in {self.store.folder}: {self._who} did not get on with it for longer than "
-                f"{self._patience_s:g} s, and another process fetches it now. Ask again for what that one has"
-            )
-
     def _fetching(self, version: PolicyVersion) -> BinaryIO:
-        """Be the one that fetches a version, also in the place of a process that does not get on with it."""
-        folder, path = self.store.version_folder(version), self._locks / version.key
+        """Be the one that fetches a version, also in the place of a process that does not proceed."""
+        path = self._locks / version.key
+        what = f"version {version} in {self.store.folder}"
         for is_last in (False, False, True):
-            waited_for = _inode(path)
+            waited_for = _stat(path)
             try:
-                return self._lock(path, lambda: _touched_ns(path))
+                return lock_within(path, self._patience_s, who=self._who, what=what, progress=lambda: _touched_ns(path))
             except TransferFailed as error:
                 if is_last:
                     raise
-                self._oust(path, waited_for, folder, error)
+                # one of those that wait: another would take the lock of the one that fetches by now
+                if (ousting := locked(self._locks / "oust")) is not None:
+                    with ousting:
+                        if waited_for is not None and (now := _stat(path)) and now.st_ino == waited_for.st_ino:
+                            log.warning("%s. Going on without it", error)
+                            path.unlink()
         raise AssertionError("unreachable")
-
-    def _lock(self, path: Path, progress: Callable[[], int]) -> BinaryIO:
-        return lock_within(
-            path, self._patience_s, who=self._who, what=f"version {path.name} in {self.store.folder}", progress=progress
-        )
-
-    def _oust(self, path: Path, waited_for: int | None, folder: Path, error: TransferFailed) -> None:
-        """Take the lock's file from a stopped process; one does so of all that wait."""
-        with self._lock(self._locks / "oust", lambda: 0):
-            if waited_for is None or _inode(path) != waited_for:
-                return
-            log.warning("%s. Going on without it", error)
-            # should it be continued, it writes into files that have no name any more
-            for partial in folder.glob(".*.partial"):
-                copy = partial.with_name(f"{partial.name}.copy")
-                shutil.copyfile(partial, copy)
-                copy.replace(partial)
-            path.unlink(missing_ok=True)
 
     def _way_to(self, client: WeightClient, manifest: Manifest, dtype: str) -> list[tuple[Manifest, bytes]]:
         """The versions between one that is here and the parent of this one, where their deltas cost less than it whole.
@@ -233,7 +202,9 @@ class HostStaging(HostFolder):
         return _marker(self.store, manifest.policy, dtype).exists()
 
     def _fill(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str, held: BinaryIO) -> bool:
-        """Make the files from the parent's; False where whole ones are needed. The version's lock is held."""
+        """Make the files from the parent's if they are not here; False if whole ones are needed. The lock is held."""
+        if self._is_staged(manifest, dtype):
+            return True
         folder = self.store.version_folder(manifest.policy)
         folder.mkdir(exist_ok=True)
         cost, parent_folder = manifest.change_bytes(dtype), self._parent_folder(manifest, dtype)
@@ -241,20 +212,18 @@ class HostStaging(HostFolder):
             return False
         try:
             with self.store.lock_for_reading(PolicyVersion.parse(str(manifest.parent))):
-                get_on = lambda: self._get_on(held, manifest.policy)  # noqa: E731
-                fetch(client, manifest, dtype, folder, get_on, parent_folder)
+                fetch(client, manifest, dtype, folder, _get_on(held), parent_folder)
         except (WeightsGone, WeightsCorrupt) as error:
             log.warning("version %s is fetched whole: %s", manifest.policy, error)
             return False
-        self._admit(manifest, document, dtype, held)
+        self._admit(manifest, document, dtype)
         return True
 
-    def _admit(self, manifest: Manifest, document: bytes, dtype: str, held: BinaryIO) -> None:
+    def _admit(self, manifest: Manifest, document: bytes, dtype: str) -> None:
         """All files of a dtype are here and checked."""
-        self._refuse_if_ousted(held, manifest.policy)
         folder = self.store.version_folder(manifest.policy)
-        for partial in folder.glob(".part-*"):  # of files that are fetched or rebuilt no further
-            partial.unlink(missing_ok=True)
+        for left in folder.glob(".part-*"):  # of files that are fetched or rebuilt no further
+            left.unlink(missing_ok=True)
         if not (folder / READERS_LOCK).exists():
             write_whole(folder / READERS_LOCK, [])
         write_whole(_marker(self.store, manifest.policy, dtype), [])
@@ -291,19 +260,20 @@ def _marker(store: WeightStore, version: PolicyVersion, dtype: str) -> Path:
     return store.version_folder(version) / f".staged.{dtype}"
 
 
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
+def _get_on(held: BinaryIO) -> GetOn:
+    return partial(os.utime, held.fileno())
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat()
+    return None
 
 
 def _touched_ns(path: Path) -> int:
-    """When the holder of a lock last got on."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:  # it has just given it back
-        return 0
+    """When the holder of a lock last proceeded; 0 if it has just given the lock back."""
+    found = _stat(path)
+    return 0 if found is None else found.st_mtime_ns
 
 
 def fetch(
@@ -319,16 +289,16 @@ def fetch(
         OSError: the disk is full.
     """
     for name, entries in manifest.files_of(dtype).items():
-        get_on()
-        if _is_whole(folder / name, entries, get_on):
-            continue
-        try:
-            _fetch_file(client, manifest, name, entries, folder, get_on, parent_folder)
-        except WeightsCorrupt as error:
-            if parent_folder is not None:
-                raise
-            log.warning("fetching %s of version %s once more: %s", name, manifest.policy, error)
-            _fetch_file(client, manifest, name, entries, folder, get_on, None)
+        for may_fail in (parent_folder is None, False):
+            if _is_whole(folder / name, entries, get_on):
+                break
+            try:
+                _fetch_file(client, manifest, name, entries, folder, get_on, parent_folder)
+                break
+            except WeightsCorrupt as error:
+                if not may_fail:
+                    raise
+                log.warning("fetching %s of version %s once more: %s", name, manifest.policy, error)
 
 
 def _fetch_file(
@@ -345,13 +315,10 @@ def _fetch_file(
         if parent_folder is None:
             _check(came, entries, get_on)
         else:
-            get_on()
             rebuild_file(entries, came, parent_folder / name, folder / name, get_on)
     except WeightsCorrupt:
-        get_on()
         came.unlink(missing_ok=True)
         raise
-    get_on()
     if parent_folder is None:
         came.replace(folder / name)
     else:
@@ -380,9 +347,12 @@ def _is_whole(path: Path, entries: list[TensorEntry], get_on: GetOn) -> bool:
 
 def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, folder: Path, get_on: GetOn) -> Path:
     """Have all bytes of a file in the folder, unchecked, under a name that no reader looks for."""
-    partial = folder / f".{name}.partial"
+    came = folder / f".{name}.{secrets.token_hex(4)}.partial"
     total = manifest.size_of(name)
-    with partial.open("ab", buffering=0) as file:
+    for left in sorted(folder.glob(f".{name}.*.partial"), key=lambda each: each.stat().st_size):
+        shutil.copyfile(left, came)  # into a file of its own: a stopped process may continue to write the other one
+        left.unlink(missing_ok=True)
+    with came.open("ab", buffering=0) as file:
         if file.tell() > total:
             file.truncate(0)
 
@@ -395,4 +365,4 @@ def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, folder: Pa
         if start:
             log.info("going on with %s of version %s behind %d of %d bytes", name, manifest.policy, start, total)
         client.read(manifest.policy, name, total, start, append)
-    return partial
+    return came

@@ -171,7 +171,7 @@ def test_a_fetch_goes_on_where_an_earlier_one_broke_off(machine: Machine):
     (staging,) = machine.staging_dir.iterdir()
     (staging / "0.0").mkdir()
     there = (machine.folder / "0.0" / WHOLE).read_bytes()[: total // 2 + 77]
-    (staging / "0.0" / f".{WHOLE}.partial").write_bytes(there)
+    (staging / "0.0" / f".{WHOLE}.0a.partial").write_bytes(there)
     with machine.puller("actor-1").fetch(v(0)) as staged:
         assert_holds(staged, 0)
     assert machine.read_bytes()["0.0"] == {WHOLE: total - len(there)}
@@ -184,7 +184,7 @@ def test_what_came_wrong_before_is_found_at_the_end_and_fetched_again(machine: M
     puller.fetch(v(1)).close()
     (staging,) = machine.staging_dir.iterdir()
     (staging / "0.0").mkdir()
-    (staging / "0.0" / f".{WHOLE}.partial").write_bytes(bytes(manifest.size_of(WHOLE) // 2))
+    (staging / "0.0" / f".{WHOLE}.0a.partial").write_bytes(bytes(manifest.size_of(WHOLE) // 2))
     with machine.puller("actor-1").fetch(v(0)) as staged:
         assert_holds(staged, 0)
 

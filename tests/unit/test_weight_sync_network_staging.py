@@ -206,7 +206,7 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
     monkeypatch.setattr("weight_sync.staging.lock_within", functools.partial(lock_within, clock=clock))
     began = time.monotonic()
     with lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"):
-        stale = (staging / "0.1" / f".{WHOLE}.partial").open("ab", buffering=0)
+        stale = (staging / "0.1" / f".{WHOLE}.0a.partial").open("ab", buffering=0)
         stale.write((machine.folder / "0.1" / WHOLE).read_bytes()[:1000])
         staged: list[StagedVersion] = []
         threads = [threading.Thread(target=lambda p=puller: staged.append(p.fetch(v(1)))) for puller in pullers]
