@@ -264,7 +264,7 @@ class RpcServer:
                 self._unix.unlink(missing_ok=True)  # while it is still ours: nobody binds where somebody listens
             self._socket.close()
             if self._door is not None:
-                self._door.close()
+                self._door.stop()
             self._context.term()
 
     def _stranger(self, run_id: str, version: int) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import pickle
 import re
 import socket
@@ -15,7 +14,7 @@ import cloudpickle
 import pytest
 import zmq
 
-from common.rpc.auth import ClientKeys, Doorkeeper, Key, RunKeys, _peer_of, is_loopback
+from common.rpc.auth import ClientKeys, Doorkeeper, Key, RunKeys, is_loopback
 from tests.world.waiting import wait_until
 
 WHO = "the service under test"
@@ -54,14 +53,14 @@ class Locked:
         return bool(self.router.poll(int(within_s * 1000)))
 
     def wait_for_refusals(self, number: int) -> None:
-        wait_until(lambda: self.door.num_refused.total() >= number, f"{number} refusals")
+        wait_until(lambda: self.door.num_refused >= number, f"{number} refusals")
 
     def close(self) -> None:
         for client in self._clients:
             client.close(0)
         self._outside.term()
         self.router.close()
-        self.door.close()
+        self.door.stop()
         self.context.term()
 
 
@@ -98,14 +97,15 @@ def strangers(keys: RunKeys) -> dict[str, dict]:
 def test_the_holder_of_the_runs_key_is_let_in(keys, locked):
     locked.client_with(keys.clients)
     assert locked.hears(60.0)
-    assert locked.door.num_refused.total() == 0
+    assert locked.door.num_refused == 0
 
 
 @pytest.mark.parametrize("who", ["no key", "PLAIN", "a key of its own", "the client's key, but another server's"])
-def test_a_stranger_is_refused_and_counted(who, keys, locked):
+def test_a_stranger_is_refused_and_a_wrong_key_counted(who, keys, locked):
     locked.client(**strangers(keys)[who])
-    locked.wait_for_refusals(1)
-    assert not locked.hears(0.3)
+    if who == "a key of its own":
+        locked.wait_for_refusals(1)
+    assert not locked.hears(0.5)
 
 
 def test_control_without_the_allow_list_a_strangers_key_is_let_in(keys, locked, monkeypatch):
@@ -117,14 +117,11 @@ def test_control_without_the_allow_list_a_strangers_key_is_let_in(keys, locked, 
 @pytest.mark.parametrize(
     "words", [b"GET / HTTP/1.0\r\n\r\n", b"\x80\x04garbage\n" * 20, b"\xff" + bytes(8) + b"\x7f\x03"]
 )
-def test_other_protocols_are_refused_and_counted(words, keys, monkeypatch):
-    monkeypatch.setattr("common.rpc.auth.HANDSHAKE_S", 0.3)  # nobody here has a key to show
-    with contextlib.closing(Locked(keys)) as locked:
-        host, port = locked.address.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as stranger:
-            stranger.sendall(words)
-            locked.wait_for_refusals(1)
-        assert not locked.hears(0.2)
+def test_other_protocols_are_refused(words, locked):
+    host, port = locked.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as stranger:
+        stranger.sendall(words)
+        assert not locked.hears(0.3)
 
 
 def test_who_says_nothing_is_cut_off(locked):
@@ -137,48 +134,23 @@ def test_who_says_nothing_is_cut_off(locked):
 
 
 def test_without_a_handler_nobody_is_let_in(keys, locked):
-    locked.door.close()
+    locked.door.stop()
     locked.client_with(keys.clients)
     assert not locked.hears(0.5)
 
 
-def test_who_goes_while_the_next_one_asks_is_counted_once_each(keys, locked, monkeypatch):
-    is_told, may_go_on = threading.Event(), threading.Event()
-
-    def stands_still(reason, address):
-        monkeypatch.undo()
-        is_told.set()
-        assert may_go_on.wait(60.0)
-        locked.door._refused(reason, address)
-
-    monkeypatch.setattr(locked.door, "_refused", stands_still)
-    stranger = strangers(keys)["a key of its own"]
-    locked.client(**stranger)
-    assert is_told.wait(60.0)
-    locked.client(**stranger)
-    time.sleep(0.5)  # the first one is gone by now, and the second one has asked
-    may_go_on.set()
-    locked.wait_for_refusals(2)
-    assert not locked.hears(0.3)
-    assert locked.door.num_refused == {"a key that is not of this run": 2}
-
-
-def test_strangers_are_named_with_their_address_at_most_once_a_minute(keys, caplog, monkeypatch):
-    monkeypatch.setattr("common.rpc.auth.HANDSHAKE_S", 60.0)  # who is slow is not cut off, and does not come again
+def test_strangers_are_named_with_their_address_at_most_once_a_minute(keys, caplog):
     now = [0.0]
-    with caplog.at_level(logging.DEBUG), contextlib.closing(Locked(keys, clock=lambda: now[0])) as locked:
-        for second, number, lines in ((0.0, 1, 1), (2.0, 3, 1), (60.5, 6, 2)):
+    with caplog.at_level(logging.INFO), contextlib.closing(Locked(keys, clock=lambda: now[0])) as locked:
+        for second, number in ((0.0, 1), (2.0, 3), (60.5, 6)):
             now[0] = second
-            while locked.door.num_refused.total() < number:
-                already = locked.door.num_refused.total()
-                locked.client(**strangers(keys)["a key of its own"])
+            for _ in range(number - locked.door.num_refused):
+                already = locked.door.num_refused
+                client = locked.client(**strangers(keys)["a key of its own"])
                 locked.wait_for_refusals(already + 1)
-            now[0] += 1.0
-            if second == 2.0:
-                time.sleep(1.2)  # it would be said within a second
-            wait_until(lambda: len(caplog.records) == lines, "what is to be said")  # noqa: B023
+                client.close(0)
     said = [record.message for record in caplog.records]
-    assert [re.search(r"(\d+) with a key that is not of this run", line)[1] for line in said] == ["1", "5"]
+    assert [int(re.search(r"(\d+) with a key that is not of this run", line)[1]) for line in said] == [1, 3]
     assert all("127.0.0.1" in line and WHO in line for line in said)
 
 
@@ -189,33 +161,7 @@ def test_clients_that_come_and_go_are_no_strangers(keys, locked):
         locked.router.recv_multipart()
         client.close(0)
     time.sleep(0.2)
-    assert locked.door.num_refused.total() == 0
-
-
-def test_what_goes_wrong_at_the_door_once_does_not_shut_it(keys, locked, caplog, monkeypatch):
-    def fails_once(descriptor):
-        monkeypatch.undo()
-        raise IndexError("string index out of range")
-
-    monkeypatch.setattr("common.rpc.auth._peer_of", fails_once)
-    for _ in range(2):
-        locked.client_with(keys.clients)
-        assert locked.hears(60.0)
-        locked.router.recv_multipart()
-    assert [record.exc_info[0] for record in caplog.records] == [IndexError]
-    assert f"the door of {WHO} failed at one thing and goes on" in caplog.text
-
-
-def test_a_connections_descriptor_may_be_anything_by_the_time_its_peer_is_asked_for(tmp_path):
-    here, there = socket.socketpair()
-    with here, there, (tmp_path / "file").open("wb") as file, socket.create_server(("127.0.0.1", 0)) as server:
-        before = len(os.listdir("/proc/self/fd"))
-        taken = [here.fileno(), file.fileno(), server.fileno(), 2**20]
-        mine = f"process {os.getpid()} of user {os.geteuid()}"
-        assert [_peer_of(descriptor) for descriptor in taken] == [mine, "", "", ""]
-        assert len(os.listdir("/proc/self/fd")) == before
-        with socket.create_connection(server.getsockname()) as client:
-            assert _peer_of(client.fileno()) == "127.0.0.1"
+    assert locked.door.num_refused == 0
 
 
 def test_the_thread_of_the_door_ends_with_its_service(keys):
@@ -223,7 +169,7 @@ def test_the_thread_of_the_door_ends_with_its_service(keys):
     with contextlib.closing(Locked(keys)) as locked:
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
-    locked.door.close()
+    locked.door.stop()
 
 
 @pytest.mark.parametrize("show", [repr, str, "{}".format, "%s".__mod__, lambda k: repr(dataclasses.asdict(k))])
