@@ -14,7 +14,7 @@ from buffer.errors import BufferRefused, StoreError
 from buffer.samplers import systematic_shares
 from common.staleness import PolicyVersion
 from common.user_input import UserFileError
-from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, weights_of, train
+from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, train, weights_of
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
 
