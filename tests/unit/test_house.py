@@ -8,7 +8,7 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 182,
-    "lines": 48_656,
+    "lines": 48_376,
     "lines without planning": 43_535,
     "lines of buffer": 8_867,
     "lines of launch": 13_001,
