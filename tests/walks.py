@@ -1,7 +1,7 @@
-"""Which files a trajectory, a weight version, a config key and a metric pass: `python -m tests.walks` traces a real run.
+"""Trace which files a trajectory, a weight version, a config key and a metric pass: `python -m tests.walks`.
 
-A walk is the files of the product in which a function ran between the beginning of the walk and its end, in any process,
-without those that run while nothing happens. The run is a small one whose reward waits, so that one thing happens at a
+A walk is the files of the product in which a function runs between its beginning and its end, in any process. Those that
+run while nothing happens are counted apart. The run is a small one whose reward waits, so that one thing happens at a
 time: each call of the reward takes the next of `WAITS_S`, and one of them is the idle time. Of the key the walk is the
 files on the call stacks of its reads. The result replaces the lists of docs/architecture.md.
 """
@@ -194,7 +194,8 @@ def walks(trace: Trace, rewards: Sequence[tuple[float, float]]) -> list[Walk]:
 
 def page(found: Sequence[Walk]) -> str:
     """Return the part of docs/architecture.md."""
-    lines = [BEGIN, "", "| walk | files that run then alone | files that also run while nothing happens |", "|---|---|---|"]
+    lines = [BEGIN, "", "| walk | files that run then alone | files that also run while nothing happens |"]
+    lines.append("|---|---|---|")
     lines += [f"| {walk.name} | {len(walk.then)} | {len(walk.always)} |" for walk in found]
     for walk in found:
         lines += ["", f"**{walk.name}.** {_by_package(walk.then)}."]
