@@ -123,12 +123,12 @@ class Cores:
         return "taskset", "--cpu-list", str(self.others)
 
     def look(self, folder: Path) -> None:
-        """Move the actors that a run's status.json names, and their engines; and scorers."""
+        """Move the actors that a run's status.json names, and their engines."""
         try:
             snapshot = read_status(folder / "status.json")
         except StatusError:
             return  # it is still being started
-        for process in [*snapshot.actors, *(each for each in snapshot.services if each.role == "scorer")]:
+        for process in snapshot.actors:
             if process.pid and self.only in ("", process.name):
                 self._move(process.pid)
 
@@ -170,7 +170,7 @@ def two_cores() -> Cores:
 def train_on_cores(
     config: Path, log: Path, overrides: Sequence[str], *, only: str = "", module: str = "launch.cli"
 ) -> FinishedRun:
-    """A run whose actors, and scorers, have a core to themselves; its folder lies beside its log.
+    """A run whose actors have a core to themselves; its folder lies beside its log.
 
     Args:
         config: TOML file.

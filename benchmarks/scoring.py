@@ -3,16 +3,13 @@
     python benchmarks/scoring.py [--quick] [--rounds 3] [--steps 40] [--groups N] [--keep FOLDER] [--page [FILE]]
 
 Real runs of `leeway train` with trajectory balance on the long-tailed model of `benchmarks/overlap.py`, the only actor
-on one core, everything else on another; a scorer, where there is one, beside the actor. In every round four pairs:
+on one core, everything else on another. In every round two pairs:
 
     synchronous       max_lag = 0: all scores in the step, and what has arrived while the learner waits
     generation-bound  the default lag, and an actor that has few samples in flight: the same
-    learner-bound     the default lag, an actor that has many: all scores in the step, and by a scorer process
-    sleeping          the same, two stages and a scorer, as if each had a device of its own: their chunks compute a tiny
-                      model and sleep for the rest of their time, the engine sleeps (`scoring_parts/`); all else is real
 
-The bound of a pair is what its first run's own times allow: the reference's share of a step gone, but for a last group
-of a synchronous one, which nothing can score before it is there.
+The bound of the first is what its first run's own times allow: the reference's share of a step gone, but for a last
+group, which nothing can score before it is there.
 
 `--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/scoring.md.
 """
@@ -31,20 +28,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.fleet_parts.setting import VARIABLE
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, parsed, share, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
-from benchmarks.lib.runs import FinishedRun, train
+from benchmarks.lib.runs import FinishedRun
 from benchmarks.overlap import GROUPS_PER_STEP, NUM_WARMUP, train_on_cores
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
-from benchmarks.scoring_parts.setting import ENGINES, LAYER_S
 
 PAGE = RESULTS / "scoring.md"
 IN_STEP = ("--learner.score_while_waiting", "false")
 FEW = ("--actors.max_running_samples", "8")
-SCORER = ("--pools.score.role", "scorer", "--pools.score.resource", "", "--pools.score.cpus", "0")
 
 
 @dataclass(frozen=True)
@@ -56,16 +50,13 @@ class Pair:
     """Of the run that scores in the step, besides."""
     before: tuple[str, ...]
     """Of the one that scores before it."""
-    sleeps: bool = False
 
 
 PAIRS: Mapping[str, Pair] = {
     "synchronous": Pair(("--weight_sync.max_lag", "0"), IN_STEP, ()),
     "generation_bound": Pair(FEW, IN_STEP, ()),
-    "learner_bound": Pair(IN_STEP, (), SCORER),
-    "sleeping": Pair((*IN_STEP, "--learner.num_stages", "2"), (), SCORER, sleeps=True),
 }
-AT_LEAST = {"step_over_bound": 0.9, "scorer_gain": 1.19, "scorer_over_bound": 0.952}
+AT_LEAST = {"step_over_bound": 0.9}
 AT_MOST = {"reference_share": 0.02}
 
 Figures = dict[str, Any]
@@ -113,18 +104,12 @@ def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, tupl
         runs = []
         for side, own in (("step", pair.in_step), ("before", pair.before)):
             log = folder / f"{name}-{side}-{number}.log"
-            run = (train_asleep if pair.sleeps else train_on_cores)(config, log, (*pair.both, *own))
+            run = train_on_cores(config, log, (*pair.both, *own))
             runs.append(figures_of(run, setting.num_warmup))
             shown = {key: round(value, 3) for key, value in runs[-1].items()}
             print(f"round {number + 1}, {name}, {side}: {json.dumps(shown)}", file=sys.stderr, flush=True)
         found[name] = (runs[0], runs[1])
     return found
-
-
-def train_asleep(config: Path, log: Path, overrides: Sequence[str]) -> FinishedRun:
-    """A run of engines and chunks that sleep, on all cores."""
-    variables, module = {VARIABLE: ENGINES.as_text()}, "benchmarks.scoring_parts.command"
-    return train(config, log.with_suffix(""), overrides, log=log, module=module, variables=variables)
 
 
 def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
@@ -160,24 +145,17 @@ def compared(rounds: Sequence[Mapping[str, tuple[Figures, Figures]]], setting: S
     def gain(pair: str) -> float:
         return median(step["period_s"] / before["period_s"] for step, before in (each[pair] for each in rounds))
 
-    def bound(pair: str, left: float = 0.0, hidden_s: float = 0.0) -> float:
-        found = [each[pair][0] for each in rounds]
-        gone_s = [(1 - left) * one["reference_s"] - hidden_s for one in found]
-        return median(one["period_s"] / (one["period_s"] - gone) for one, gone in zip(found, gone_s, strict=True))
-
-    synchronous = bound("synchronous", 1 / setting.groups_per_step)
-    # while the last stage scores its last micro-batch, the first one trains already
-    apart = bound("sleeping", hidden_s=LAYER_S)
+    earlier = 1 - 1 / setting.groups_per_step
+    synchronous = median(
+        one["period_s"] / (one["period_s"] - earlier * one["reference_s"])
+        for one in (each["synchronous"][0] for each in rounds)
+    )
     before = [each["generation_bound"][1] for each in rounds]
     return {
         "synchronous_gain": gain("synchronous"),
         "synchronous_bound": synchronous,
         "step_over_bound": gain("synchronous") / synchronous,
-        "scorer_gain": gain("sleeping"),
-        "scorer_bound": apart,
-        "scorer_over_bound": gain("sleeping") / apart,
-        "scorer_beside_actor_gain": gain("learner_bound"),
-        "scorer_beside_actor_bound": bound("learner_bound"),
+        "generation_bound_gain": gain("generation_bound"),
         "reference_share": median(one["reference_s"] / one["period_s"] for one in before),
         "pairs": {pair: [means([each[pair][side] for each in rounds]) for side in (0, 1)] for pair in PAIRS},
     }
@@ -193,19 +171,13 @@ def page(result: Figures, setting: Setting, num_rounds: int) -> list[str]:
         f"{origin(command, result['machine'], result['machine']['commit'])} Real runs of `leeway train`, trajectory "
         "balance, on the model and the machine of [overlap.md](overlap.md): one actor on a core of its own, all else "
         f"on the other, {setting.groups_per_step} prompts of {GROUP_SIZE} samples a step. Synchronous is "
-        "`weight_sync.max_lag = 0`; generation-bound is the default lag with 8 samples in flight; learner-bound the "
-        "default lag, and its scorer shares the core of the actor. Sleeping has two stages and a scorer as if each had "
-        f"a device of its own: chunks sleep {1000 * LAYER_S:.0f} ms for a layer of a micro-batch, twice that on the "
-        "way back, and the engine sleeps too; all else is the real run. Bounds come from the times of the runs that "
-        "score in the step: all of the reference's time gone, but in a synchronous step that of one group, and with "
-        "two stages that of the last micro-batch, which the first stage spends on training. Rounds: "
-        f"{num_rounds}."
+        "`weight_sync.max_lag = 0`; generation-bound is the default lag with 8 samples in flight. The bound "
+        "comes from the times of the run that scores in the step: all of the reference's time gone but that of one "
+        f"group. Rounds: {num_rounds}."
     )
     said = (
-        f"Synchronous: {result['synchronous_gain']:.2f} of {result['synchronous_bound']:.2f} possible. A scorer with a "
-        f"place of its own (sleeping): {result['scorer_gain']:.2f} of {result['scorer_bound']:.2f} possible; on the "
-        f"actor's core, from which it takes (learner-bound): {result['scorer_beside_actor_gain']:.2f} of "
-        f"{result['scorer_beside_actor_bound']:.2f}."
+        f"Synchronous: {result['synchronous_gain']:.2f} of {result['synchronous_bound']:.2f} possible. "
+        f"Generation-bound: {result['generation_bound_gain']:.2f}."
     )
     rows = []
     for pair, sides in result["pairs"].items():

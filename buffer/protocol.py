@@ -355,7 +355,6 @@ Reply = (
 
 _ACTOR: frozenset[Role] = frozenset({"actor"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
-_SCORING: frozenset[Role] = frozenset({"learner", "scorer"})
 _RANKER: frozenset[Role] = frozenset({"ranker"})
 
 ASKED_BY: dict[type[Message], frozenset[Role]] = {
@@ -369,8 +368,8 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     Renew: _ACTOR,
     BeginIncarnation: _LEARNER,
     DrawRequest: _LEARNER,
-    TakeUnscored: _SCORING,
-    WriteScores: _SCORING,
+    TakeUnscored: _LEARNER,
+    WriteScores: _LEARNER,
     VisitsRequest: _RANKER,
     Expect: _RANKER,
     StepFinished: _LEARNER,

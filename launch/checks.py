@@ -25,7 +25,7 @@ from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wan
 from launch.mistakes import idle_keys
 from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
-from launch.pools import actor_pools, scorer_pools, serving_dtypes
+from launch.pools import actor_pools, serving_dtypes
 from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, already_there, check_weights_folder, check_writable
 from learner.decoders import cost_shares, split_layers
 from weight_sync.config import WeightSyncConfig
@@ -426,12 +426,6 @@ def _check_pools(config: Config) -> None:
                 "pool carry, or leave it out"
             )
     check_gpus(config)
-    for scorers in scorer_pools(config):
-        if not config.algorithm.needs.reference:
-            raise ConfigError(
-                f"pools.{scorers.name}.role = 'scorer', but algorithm.type = '{config.algorithm.type}' as it is "
-                "set reads no reference model, so there is nothing to score: leave the pool out"
-            )
     for pool in actor_pools(config):
         actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"
         if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:

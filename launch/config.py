@@ -102,14 +102,11 @@ class ModelConfig(_Section):
 class PoolConfig(_Section):
     """`[pools.NAME]`: workers of one kind on hosts of one kind. What is unset is as in `[actors]` or `[learner]`."""
 
-    role: Literal["actors", "learner", "scorer"] = Knob(
-        ...,
-        "What its workers are: vLLM engines, stages of the learner, or processes that score samples "
-        "with the whole reference model before their step, so that the learner need not.",
-        basic=True,
+    role: Literal["actors", "learner"] = Knob(
+        ..., "What its workers are: vLLM engines, or stages of the learner.", basic=True
     )
     count: PositiveInt | None = Knob(
-        None, "Actors, stages or scorers. Unset: 1 actor or scorer, or all stages that are left.", basic=True
+        None, "Actors, or stages. Unset: 1 actor, or all stages that are left.", basic=True
     )
     resource: str | None = Knob(
         None, "Ray resource that hosts of the pool carry; unset: pool_NAME, as in cluster.sh; '': any host."

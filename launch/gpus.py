@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from common.process import usable_cpus
 from launch.config import Config
 from launch.errors import ConfigError
-from launch.pools import PART_OF_GPU, WorkerPool, actor_pools, scorer_pools, stage_pools
+from launch.pools import PART_OF_GPU, WorkerPool, actor_pools, stage_pools
 from launch.text import GIB
 
 if TYPE_CHECKING:  # with torch
@@ -115,11 +115,11 @@ def check_gpus(config: Config) -> None:
         ConfigError: a worker has a part of a GPU, or one that it leaves idle; or the pair of `launch.colocate` is none.
     """
     engines = [(pool, pool.config.tensor_parallel_size) for pool in actor_pools(config)]
-    for pool, most in [*((pool, 1) for pool in [*stage_pools(config), *scorer_pools(config)]), *engines]:
+    for pool, most in [*((pool, 1) for pool in stage_pools(config)), *engines]:
         if (gpus := pool.bundle.get("GPU", 0.0)) > most:
             raise ConfigError(
-                f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker, and it computes on {most}: a stage and a "
-                "scorer do on one, an engine on actors.tensor_parallel_size; more GPUs are for more of them"
+                f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker, and it computes on {most}: a stage "
+                "does on one, an engine on actors.tensor_parallel_size; more GPUs are for more of them"
             )
         if gpus % 1 and not config.launch.colocate:
             raise ConfigError(

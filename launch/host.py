@@ -36,7 +36,7 @@ NO_WANDB_LOGIN = (
     "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
 )
 _OWNER_ONLY = 0o077
-_ROLE_LOG = re.compile(r"(buffer|weights|scorer|ranker|stage|actor)\.\d+\.log")
+_ROLE_LOG = re.compile(r"(buffer|weights|ranker|stage|actor)\.\d+\.log")
 
 
 def keep_files_private() -> None:

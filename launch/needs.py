@@ -15,7 +15,7 @@ from common.process import memory_left
 from launch.checks import Plan
 from launch.config import Config
 from launch.host import low_limits
-from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
+from launch.pools import actor_pools, serving_dtypes, stage_pools
 from launch.text import GIB, gib
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -101,7 +101,6 @@ class MachineNeeds:
         memory = {
             f"{sum(pool.count for pool, _ in engines)} engines": on_cpu + ENGINE_BYTES * sum(num for _, num in engines),
             f"{num_stages} stages": stages,
-            **_of_scorers(config, num_served),
             **_of_prompts(config.task, sum(pool.count for pool, _ in engines)),
             "the rest": REST_BYTES,
         }
@@ -114,7 +113,7 @@ def with_limits(plan: Plan) -> Plan:
     config, left = plan.config, memory_left()
     if plan.lacking or config.launch.ray_address is not None:
         return plan
-    workers = [pool.count for pool in (*stage_pools(config), *scorer_pools(config), *actor_pools(config))]
+    workers = [pool.count for pool in (*stage_pools(config), *actor_pools(config))]
     lacking, needs = low_limits(sum(workers)), MachineNeeds.of(config)
     if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
         lacking = (
@@ -152,20 +151,8 @@ def _frozen_bytes(config: Config, num_served: int) -> int:
     kept_in = ("cpu", "none") if _trains_on_cpu(config) else ("cpu",)
     if not config.algorithm.needs.reference or config.learner.reference_offload not in kept_in:
         return 0
-    return config.learner.num_replicas * REFERENCE_BYTES * _num_frozen(config, num_served)
-
-
-def _num_frozen(config: Config, num_served: int) -> int:
-    return sum([_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served])
-
-
-def _of_scorers(config: Config, num_served: int) -> dict[str, int]:
-    """Bytes of host memory that scorers hold, where there are some: each has the whole of what scores."""
-    if not (pools := scorer_pools(config)):
-        return {}
-    on_cpu = REFERENCE_BYTES * _num_frozen(config, num_served)
-    held = sum(pool.count * (STAGE_BYTES + (0 if pool.bundle.get("GPU") else on_cpu)) for pool in pools)
-    return {f"{sum(pool.count for pool in pools)} scorers": held}
+    num_frozen = sum([_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served])
+    return config.learner.num_replicas * REFERENCE_BYTES * num_frozen
 
 
 def _of_prompts(task: TaskConfig, num_actors: int) -> dict[str, int]:

@@ -105,12 +105,6 @@ def stage_pools(config: Config) -> list[WorkerPool]:
     return pools
 
 
-def scorer_pools(config: Config) -> list[WorkerPool]:
-    """The pools of scorers; none unless the config says so."""
-    sections = {name: section for name, section in config.pools.items() if section.role == "scorer"}
-    return [_as_stages(config, name, section.count or 1) for name, section in sections.items()]
-
-
 def resource_of(name: str, section: PoolConfig) -> str:
     """The Ray resource of the pool's hosts; '' where any host will do."""
     return f"pool_{name}" if section.resource is None else section.resource

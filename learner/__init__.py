@@ -12,7 +12,6 @@ report       the metrics of a step, by name; BadBatches: what could not be train
 
 networks     Networks: the policy, and a critic that is a head of it or a model of its own
 reference    Reference: frozen models that score samples, one for all or a teacher for each prompt
-             ReferenceScorer: a process beside the learner that scores what is ready for later steps
 device       which device a rank computes on, its share of the memory, and MemoryNeed: what training takes of it
              Offload: a frozen stage that is away while it does not score; room for copies in host memory
 decoders     the supported families, what their layers cost, and which of them a stage owns

@@ -136,12 +136,6 @@ class LearnerConfig(BaseModel):
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
 
-    def alone(self, gpus: float, cpus: float) -> LearnerConfig:
-        """That of a rank which has a whole model, forward only, on so many GPUs or on none."""
-        one = dict.fromkeys(("num_stages", "num_replicas", "num_chunks"), 1)
-        whole = {"layers_per_chunk": None, "schedule": "gpipe", "reference_offload": "none"}
-        return self.model_copy(update={**one, **whole, "gpus": gpus, "cpus": cpus, "device": "auto" if gpus else "cpu"})
-
     def check(self, critic: CriticKind | None) -> None:
         """Refuse keys that are at odds or say nothing, as far as no model is needed to see it.
 

@@ -2,41 +2,29 @@
 
 build_reference  a rank's share of them, as the description of the run says
 packing_rule     how what they score, and what is trained, becomes micro-batches
-ReferenceScorer  a process that scores away from the learner, forward only. It takes samples of ready groups from the
-                 buffer and writes scores back. Nobody waits for it: what it has taken and not written is handed out
-                 again after a while, and what is unscored when its step begins the step scores
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from buffer.client import BufferClient
-from buffer.schema import read_stream
 from common.run import RunContext
 from learner.batch import StepBatch, pack_rows
 from learner.config import LearnerSections
 from learner.decoders import cost_of
-from learner.device import device_of, settle
-from learner.mesh import Mesh, MeshPlace
+from learner.mesh import Mesh
 from learner.model import DeviceBatch
 from learner.networks import gather_tokens, load_chunks, share_of
 from learner.packing import CostModel, IntArray, PackingRule, micro_batches_asked
 from learner.pipeline import Pipeline
-
-_POLL_S = 0.05
-"""How long a scorer waits before it asks again where nothing was to be scored."""
 
 Scores = dict[int, npt.NDArray[np.float32]]
 """Log-probabilities of a completion's tokens, by index of the trajectory in the batch."""
@@ -170,53 +158,3 @@ def packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
         unit=context.config.algorithm.needs.separable or "sequence",
         num_stages=config.num_stages,
     )
-
-
-class ReferenceScorer:
-    """One scorer; any number of them share the work."""
-
-    def __init__(self, context: RunContext[LearnerSections], number: int) -> None:
-        """Load the reference and meet the buffer service.
-
-        Args:
-            context: of the run; its `learner` section that of a rank alone.
-            number: of this scorer, which no other has.
-
-        Raises:
-            BufferUnavailable: the service does not answer.
-            BufferRefused: it serves another run.
-        """
-        config = context.config.learner
-        device = device_of(config, 0)
-        settle(config, device)
-        # the pipeline's schedules want a process group; of one rank it needs no address
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        self._reference = build_reference(context, Mesh.build(MeshPlace(0)), device)
-        self._rule = packing_rule(context)
-        self._client = BufferClient(
-            context.buffer_address,
-            run_id=context.facts.run_id,
-            role="scorer",
-            name=f"scorer-{number}",
-            config=context.config.buffer,
-            keys=context.keys,
-        )
-        self._client.connect()
-
-    def run(self) -> None:
-        """Score until its process ends, a micro-batch at a time.
-
-        Raises:
-            BufferUnavailable: the service did not answer for `buffer.give_up_after_s`.
-        """
-        try:
-            while True:
-                taken: Any = self._client.take_unscored(self._rule.token_budget).result()
-                if not taken.record_ids:
-                    time.sleep(_POLL_S)
-                    continue
-                scores = self._reference.score_ahead(read_stream(taken.body), self._rule)
-                self._client.write_scores(taken.record_ids, scores).result()
-        finally:
-            self._client.close(1.0)
-            dist.destroy_process_group()

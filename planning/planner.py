@@ -21,7 +21,7 @@ from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import Gpu, check_gpus, gpus_here, stage_need, too_small
 from launch.needs import MachineNeeds
-from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
+from launch.pools import WorkerPool, actor_pools, stage_pools
 from planning.bounds import bounds_of
 from planning.learner import LearnerShape
 from planning.plans import SAMPLES, Candidate, Host, Keys, Prediction, as_overrides, engines_like, predict, world_of
@@ -64,14 +64,14 @@ class Planner:
         self._profile, self._hosts, self._prices = profile, list(hosts), dict(prices)
         self._fixed = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
         self._actors = {pool.name: pool for pool in actor_pools(self.config)}
-        self._stages, self._scorers = stage_pools(self.config), scorer_pools(self.config)
+        self._stages = stage_pools(self.config)
         self._gpus_of_stage = max(pool.bundle.get("GPU", 0.0) for pool in self._stages)
         check_generates(self.config)
         _check(self.config)
         self._says_total = "num_actors" in self.config.actors.model_fields_set and not self._actors.keys().isdisjoint(
             self.config.pools
         )
-        names = [*self._actors, *(pool.name for pool in [*self._stages, *self._scorers])]
+        names = [*self._actors, *(pool.name for pool in self._stages)]
         if prices and (missing := [name for name in names if name not in prices]):
             raise ConfigError(
                 f"the price of {', '.join(missing)} is missing: give every pool one, --price POOL=PER_HOUR of one of "
@@ -151,8 +151,7 @@ class Planner:
         if not found:
             lacks = "" if self._room is None else f" with {self._room / 2**30:.1f} GiB of memory"
             raise ConfigError(
-                "no plan fits: not even an actor of each pool and one stage of a learner"
-                f"{', beside the scorers,' if self._scorers else ''} have a place on "
+                "no plan fits: not even an actor of each pool and one stage of a learner have a place on "
                 f"{', '.join(host.name for host in self._hosts)}{lacks}. Give it more hosts, or smaller workers"
             )
         plans = [self.keys_of(plan) for plan in found]
@@ -339,7 +338,7 @@ class Planner:
     def _share(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> float:
         """How much of the cores that they may use these workers on CPUs take at most; above 1 they share them.
 
-        Scorers have their part of it. Pools that may use some of the same hosts are counted together on all of theirs.
+        Pools that may use some of the same hosts are counted together on all of theirs.
         """
         workers, shares = self._workers(counts, num_ranks), []
         for cores, names in self._sites:
@@ -353,13 +352,11 @@ class Planner:
 
         Who may use fewest hosts chooses first, then who is largest: of several hosts some places may be missed.
         """
-        # a scorer that finds no place is given up, and `train` lets a run begin without it
-        spared = self._scorers if any(host.is_here for host in self._hosts) else []
         workers = [(pool, pool.bundle.get("GPU", 0.0), num) for pool, num in self._workers(counts, num_ranks)]
         workers.sort(key=lambda each: (len(self._may_use[each[0].name]), -each[1], -each[0].bundle.get("CPU", 0.0)))
         held: dict[Host, tuple[float, float]] = dict.fromkeys(self._hosts, (0.0, 0.0))
         for pool, gpus, left in workers:
-            cpus = 0.0 if pool in spared else pool.bundle.get("CPU", 0.0)
+            cpus = pool.bundle.get("CPU", 0.0)
             for host in self._may_use[pool.name]:
                 if not left:
                     break
@@ -377,12 +374,12 @@ class Planner:
         rest = max(0, num_ranks - sum(said.get(pool.name, 0) for pool in self._stages))
         stages = [(pool, said.get(pool.name, rest)) for pool in self._stages]
         actors = [(self._actors[name], count) for name, count in counts]
-        return [*((pool, pool.count) for pool in self._scorers), *stages, *actors]
+        return [*stages, *actors]
 
     @cached_property
     def _may_use(self) -> dict[str, list[Host]]:
         """The hosts of each pool; first those that fewest pools may use."""
-        pools = [*self._actors.values(), *self._scorers, *self._stages]
+        pools = [*self._actors.values(), *self._stages]
         hosts = sorted(self._hosts, key=lambda host: sum(map(host.takes, pools)))
         return {pool.name: [host for host in hosts if host.takes(pool)] for pool in pools}
 
@@ -417,7 +414,6 @@ class Planner:
         `MachineNeeds` is linear in them, so that differences tell.
         """
         actors = {name: section for name, section in self.config.pools.items() if section.role == "actors"}
-        scorers = {name: section for name, section in self.config.pools.items() if section.role == "scorer"}
         ones = dict.fromkeys(self._actors, 1)
 
         def needed(counts: Mapping[str, int], num_stages: int = 1, num_replicas: int = 1) -> int:
@@ -426,8 +422,7 @@ class Planner:
             update = {
                 "learner": self.config.learner.model_copy(update=shape),
                 "actors": self.config.actors.model_copy(update={"num_actors": sum(counts.values())}),
-                "pools": scorers
-                | {name: each.model_copy(update={"count": counts[name]}) for name, each in actors.items()},
+                "pools": {name: each.model_copy(update={"count": counts[name]}) for name, each in actors.items()},
             }
             found = MachineNeeds.of(self.config.model_copy(update=update))
             return found.memory.size_bytes if found is not None else 0
@@ -440,8 +435,7 @@ class Planner:
         return per_actor, per_rank, per_replica, one - sum(per_actor.values()) - per_rank - per_replica
 
     def _price_of_learner(self, num_ranks: int) -> float:
-        stages = num_ranks * max(self._prices.get(pool.name, 0.0) for pool in self._stages)
-        return stages + sum(pool.count * self._prices.get(pool.name, 0.0) for pool in self._scorers)
+        return num_ranks * max(self._prices.get(pool.name, 0.0) for pool in self._stages)
 
 
 def _check(config: Config) -> None:

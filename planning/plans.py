@@ -24,7 +24,7 @@ from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.gpus import gpus_here
-from launch.pools import ActorPool, WorkerPool, actor_pools, scorer_pools, stage_pools
+from launch.pools import ActorPool, WorkerPool, actor_pools, stage_pools
 from planning.profile import EngineCosts, Profile
 from planning.profiling import settings_of, settings_of_engine, shape_of
 from planning.simulator import Simulation
@@ -118,7 +118,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
     prices = prices or {}
     law, shape, group_size = learner.law, shape_of(config), config.actors.group_size
     prompt_tokens = round(profile.samples.prompt_tokens)
-    pools, scorers = [], scorer_pools(config)
+    pools = []
     for pool in actor_pools(config):
         costs = engines_like(profile, pool)
         kv_tokens = float(costs.kv_tokens or math.inf)
@@ -134,8 +134,8 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
         num_prompts=config.task.num_train or World.num_prompts,
         prompt_tokens=prompt_tokens,
         costs=profile.costs(),
-        scores=None if scorers else learner.scores(shape, ahead=config.learner.score_while_waiting),
-        learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in [*stage_pools(config), *scorers]),
+        scores=learner.scores(shape, ahead=config.learner.score_while_waiting),
+        learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in stage_pools(config)),
     )
 
 

@@ -160,7 +160,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the learner's own reference model costs; where scorers do it, or nobody, there are none."""
+    """What the learner's own reference model costs; where the loss reads none there are none."""
 
     token_s: float
     """Of a token in a step, for samples that were not scored before."""

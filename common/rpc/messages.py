@@ -22,7 +22,7 @@ import xxhash
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """What a message counts or numbers: so large a number leaves room to add to it in 64 bits."""
 
-Role = Literal["actor", "learner", "scorer", "ranker", "launch", "observer"]
+Role = Literal["actor", "learner", "ranker", "launch", "observer"]
 """What a client of the services of a run is; 'launch' is the command, and an observer only looks."""
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 

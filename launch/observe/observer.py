@@ -323,7 +323,7 @@ class Observer:
         processes = list(self._dated(known.processes))
         status.actors = [self._actor(each) for each in processes if each.role == "actor"]
         status.stages = [self._stage(each) for each in processes if each.role == "stage"]
-        status.services = [each for each in processes if each.role in ("buffer", "weights", "scorer", "ranker")]
+        status.services = [each for each in processes if each.role in ("buffer", "weights", "ranker")]
         status.waits = [] if status.ended is not None else waits(status, self._wall())
 
     def _dated(self, processes: Iterable[ProcessStatus]) -> Iterator[ProcessStatus]:

@@ -35,7 +35,7 @@ STEP_TIMES = ("reference", "forward", "loss", "backward", "optimizer", "publish"
 TRACKS = {"phase": 1, "evaluate": 2, "step": 3, "wait_for_batch": 3, "generate": 4, "update": 5, "state": 6}
 TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates", "state")
 NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4, "actors": 5}
-ROLES = ("buffer", "weights", "scorer", "ranker", "stage", "actor")
+ROLES = ("buffer", "weights", "ranker", "stage", "actor")
 FIRST_NUMBERS = {role: 100_000 * place for place, role in enumerate(ROLES, 1)}
 """First process number of each role: "stage-3" is process 500003 of the trace."""
 COUNTERS = {

@@ -4,7 +4,6 @@ supervisor     Supervisor: starts all of them, restarts what may be restarted, e
 learner_group  LearnerGroup: the processes of the learner, started again as a whole
 actor_pools    ActorPools: the actors of all pools, which come and go singly
 actor_role     ActorRole: one in its process, which leaves in order at SIGTERM
-helpers        Scorers, RankerService: what the run is better with, and neither waits for nor ends with
 services       BufferHost, WeightsHost: what serves at an address, started again there where it ends
 evaluation     Evaluation: held-out problems spread over the actors
 role_process   Role: what a process hosts; RoleProcess: one as the supervisor sees it; Restarts: how often it is started

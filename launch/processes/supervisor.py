@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Protocol
 
 import ray
 
@@ -18,13 +20,13 @@ from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.config import Config
 from launch.observe.status import PollResult, ProcessStatus
+from launch.pools import actor_pools
 from launch.processes.actor_pools import ActorPools, ActorProcess
 from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
-from launch.processes.helpers import Helpers, Scorers, ranker
 from launch.processes.learner_group import LearnerGroup
-from launch.processes.placement import PLACEMENT_S
+from launch.processes.placement import PLACEMENT_S, PlacedProcess
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
-from launch.processes.role_process import Notify, RunFailed, done, results
+from launch.processes.role_process import Notify, RoleProcess, RunFailed, done, results
 from launch.processes.services import BufferHost, WeightsHost
 
 GOODBYE_S = 15.0
@@ -37,6 +39,26 @@ LOCAL_PLACEMENT_S = 15.0
 """How long a worker waits for resources of this machine alone; what the machine does not have is not waited for."""
 PATIENCE_S = 0.2
 """How long an answer is waited for; one that comes later is taken at the next poll."""
+RANKER = "planning.ranker_service:RankerService"
+
+
+class RankerHost(Protocol):
+    """Predicts how long answers to new prompts are; the run neither waits for it nor ends with it."""
+
+    processes: list[PlacedProcess]
+
+    def start(self, context: RunContext[Config]) -> None: ...
+    def watch(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def ranker(plan: Plan, notify: Notify) -> RankerHost | None:
+    """Return the ranker of a run that dispatches by lengths, if they may decide who gets a prompt."""
+    dispatch = plan.config.buffer.dispatch
+    if dispatch == "in_order" or (dispatch == "by_deadline" and len(actor_pools(plan.config)) == 1):
+        return None
+    found: RankerHost = resolve_name(RANKER)(plan, notify)
+    return found
 
 
 class Supervisor:
@@ -56,7 +78,7 @@ class Supervisor:
         self._weights = WeightsHost(plan, notify, self._check_ray)
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
-        self._helpers: list[Helpers] = [Scorers(plan, notify), *ranker(plan, notify)]
+        self._ranker = ranker(plan, notify)
         self._drained = False
         self._goodbye_s = GOODBYE_S
         self._told_of: set[str] = set()
@@ -88,8 +110,8 @@ class Supervisor:
         buffer, weights = self._buffer.address, self._weights.address
         context = replace(self._context, buffer_address=buffer, weights_address=weights)
         calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
-        for helpers in self._helpers:
-            helpers.start(context)
+        if self._ranker is not None:
+            self._ranker.start(context)
         told = ""
 
         def look() -> None:
@@ -133,8 +155,8 @@ class Supervisor:
         news = self.learner.poll(patience_s)
         if news.resumed_at is not None:
             self._drain_again()
-        for helpers in self._helpers:
-            helpers.watch()
+        if self._ranker is not None:
+            self._ranker.watch()
         working = self.actors.watch()
         news.working = frozenset(actor_name(actor.number) for actor in working)
         news.quarantined, news.wanted = tuple(self.actors.quarantined), dict(self.actors.wanted)
@@ -167,10 +189,10 @@ class Supervisor:
                 self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
 
     def processes(self) -> tuple[ProcessStatus, ...]:
-        """Buffer, weights, scorers, ranker, stages, actors, as they are now; waits for none of them."""
-        hosts: tuple[BufferHost | WeightsHost | Helpers, ...] = (self._buffer, self._weights, *self._helpers)
+        """Buffer, weights, ranker, stages, actors, as they are now; waits for none of them."""
+        rankers: Sequence[RoleProcess] = () if self._ranker is None else self._ranker.processes
         return (
-            *(each.facts() for host in hosts for each in host.processes),
+            *(each.facts() for each in (*self._buffer.processes, *self._weights.processes, *rankers)),
             *self.learner.facts(),
             *(each.facts() for each in self.actors.actors),
         )
@@ -256,8 +278,8 @@ class Supervisor:
     def _end_politely(self) -> None:
         # the actors first: what they hand back goes to the services
         self.actors.stop(self._goodbye_s)
-        for helpers in self._helpers:
-            helpers.stop()
+        if self._ranker is not None:
+            self._ranker.stop()
         if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._goodbye_s)
         self.learner.kill()

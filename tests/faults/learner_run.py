@@ -24,7 +24,7 @@ from buffer.schema import Trajectory, VersionSpan
 from buffer.service import BufferService
 from common.run import RunFacts
 from common.staleness import PolicyVersion
-from tests.faults.learner_stage_process import run_rank, run_scorer
+from tests.faults.learner_stage_process import run_rank
 from tests.world.buffer import InProcessBuffer
 from tests.world.files import json_rows
 from tests.world.forks import FORKS
@@ -268,12 +268,6 @@ class LearnerRun:
 
     def logs(self) -> str:
         return "\n".join(f"--- {rank.log_path.name}\n{rank.log_path.read_text()[-2500:]}" for rank in self.ranks)
-
-    def start_scorer(self) -> multiprocessing.process.BaseProcess:
-        """Start a scorer beside the ranks."""
-        scorer = FORKS.Process(target=run_scorer, args=(self.folder / "orders.json", self.folder / "scorer.log"))
-        scorer.start()
-        return scorer
 
     def finish(self, ranks: list[Rank]) -> list[int | None]:
         return [rank.wait(90) for rank in ranks]

@@ -20,7 +20,6 @@ from learner import checkpoint_meta, coordinator, optimizer
 from learner import stage as stage_file
 from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
-from learner.reference import ReferenceScorer
 from learner.stage import Stage
 from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
@@ -50,16 +49,6 @@ def main(orders_path: Path, rank: int) -> None:
     (folder / f"ready-{rank}").touch()
     stage.run()
     stage.export(folder / "export")
-
-
-def run_scorer(orders_path: Path, log: Path) -> None:
-    """Be a scorer of the same run, until killed."""
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    context = context_of(json.loads(orders_path.read_text()))
-    context.config.learner = context.config.learner.alone(0, 0)
-    ReferenceScorer(context, 0).run()
 
 
 def context_of(orders: dict) -> RunContext:

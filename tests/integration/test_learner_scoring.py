@@ -1,4 +1,4 @@
-"""Who scores with the reference before a step: the learner, of two stages, while it waits; a scorer; or nobody."""
+"""Who scores with the reference before a step: the learner, of two stages, while it waits; or nobody."""
 
 import time
 
@@ -84,31 +84,7 @@ def test_a_learner_that_is_told_not_to_score_ahead_leaves_all_of_it_to_the_step(
     assert len(run.scores()) == EARLY + GROUP_SIZE
 
 
-def test_a_scorer_scores_what_is_ready_and_no_step_waits_for_it_once_it_is_killed(run, actor):
-    run.start(num_steps=2, score_while_waiting=False)
-    scorer = run.start_scorer()
-    try:
-        *early, late = samples(actor, GROUPS_PER_STEP)
-        for sample in [sample for group in early for sample in group]:
-            actor.push(sample).result(60)
-        run.wait_until(lambda: len(run.scores()) == EARLY, "scoring by the scorer")
-        for sample, found in zip([each for group in early for each in group], run.scores().values(), strict=True):
-            np.testing.assert_allclose(found, scored_by_hand(run, sample), rtol=0, atol=1e-5)
-    finally:
-        scorer.kill()
-        scorer.join()
-    for sample in late:
-        actor.push(sample)
-    for sample in [sample for group in samples(actor, GROUPS_PER_STEP) for sample in group]:
-        actor.push(sample)
-    assert set(run.finish(run.ranks)) == {0}, run.logs()
-    first, second = run.reports()
-    assert first["scored/ahead_frac"] == pytest.approx(EARLY / (EARLY + GROUP_SIZE))
-    assert second["scored/ahead_frac"] == 0
-    assert first["time/scored_ahead"] == second["time/scored_ahead"] == 0
-
-
-def test_of_several_teachers_each_scores_its_own_prompts_in_a_scorer_and_in_the_step(run, actor):
+def test_of_several_teachers_each_scores_its_own_prompts_while_the_learner_waits_and_in_the_step(run, actor):
     names = ("math", "code")
     for name, num_layers in zip(names, (2, 3), strict=True):
         make_model(run.folder / name, tied=True, num_layers=num_layers)
@@ -120,21 +96,14 @@ def test_of_several_teachers_each_scores_its_own_prompts_in_a_scorer_and_in_the_
             np.testing.assert_allclose(found, by_hand[sample.prompt_id % 2], rtol=0, atol=1e-5)
             assert np.abs(by_hand[0] - by_hand[1]).max() > 1e-3
 
-    run.start(
-        {"type": "distillation"}, num_steps=1, score_while_waiting=False, teachers=[run.folder / n for n in names]
-    )
-    scorer = run.start_scorer()
-    try:
-        first, late, last = sorted(samples(actor, GROUPS_PER_STEP), key=lambda group: group[0].prompt_id % 2)
-        early = [first, last]
-        assert {group[0].prompt_id % 2 for group in early} == {0, 1}
-        for sample in [sample for group in early for sample in group]:
-            actor.push(sample).result(60)
-        run.wait_until(lambda: len(run.scores()) == EARLY, "scoring by the scorer")
-        check(early)
-    finally:
-        scorer.kill()
-        scorer.join()
+    run.start({"type": "distillation"}, num_steps=1, teachers=[run.folder / n for n in names])
+    first, late, last = sorted(samples(actor, GROUPS_PER_STEP), key=lambda group: group[0].prompt_id % 2)
+    early = [first, last]
+    assert {group[0].prompt_id % 2 for group in early} == {0, 1}
+    for sample in [sample for group in early for sample in group]:
+        actor.push(sample).result(60)
+    run.wait_until(lambda: len(run.scores()) == EARLY, "scoring of what is ready")
+    check(early)
     for sample in late:
         actor.push(sample).result(60)
     assert set(run.finish(run.ranks)) == {0}, run.logs()

@@ -12,9 +12,7 @@ def side(period_s, reference_s, ahead=0.0):
 
 ROUND = {
     "synchronous": (side(2.0, 0.4), side(1.7, 0.1)),
-    "generation_bound": (side(3.0, 0.4), side(3.0, 0.03)),
-    "learner_bound": (side(1.0, 0.2), side(1.6, 0.05)),
-    "sleeping": (side(1.0, 0.2), side(0.9, 0.05)),
+    "generation_bound": (side(3.0, 0.4), side(2.5, 0.03)),
 }
 
 
@@ -22,10 +20,8 @@ def test_gains_are_held_against_what_the_runs_that_score_in_the_step_allow():
     found = scoring.compared([ROUND, ROUND], Setting(10, 2, groups_per_step=4))
     assert found["synchronous_bound"] == pytest.approx(2.0 / (2.0 - 0.3)), "the last of 4 groups cannot come earlier"
     assert found["step_over_bound"] == pytest.approx((2.0 / 1.7) / (2.0 / 1.7))
-    left_s = 0.8 + scoring.LAYER_S
-    assert found["scorer_over_bound"] == pytest.approx((1.0 / 0.9) / (1.0 / left_s)), "one stage trains meanwhile"
-    assert found["scorer_beside_actor_gain"] == pytest.approx(1.0 / 1.6)
-    assert found["reference_share"] == pytest.approx(0.01)
+    assert found["generation_bound_gain"] == pytest.approx(1.2)
+    assert found["reference_share"] == pytest.approx(0.012)
     assert found["pairs"]["generation_bound"][1]["reference_s"] == pytest.approx(0.03)
 
 
@@ -37,6 +33,5 @@ def test_the_page_shows_every_run_and_which_bars_are_missed():
         **scoring.judged(result, scoring.AT_MOST, "at most", at_full_size=True),
     }
     text = "\n".join(scoring.page({**result, "machine": machine, "wanted": bars}, Setting(10, 2, 4), 1))
-    assert "| `scorer_over_bound` | 0.952 | 0.956 | yes |" in text
-    assert "| `scorer_gain` | 1.19 | 1.111 | **no** |" in text
-    assert "| generation-bound | before it | 3.000 | 0.500 | 0.500 | 0.030 | 0% |" in text
+    assert "| `step_over_bound` | 0.9 | 1.000 | yes |" in text
+    assert "| generation-bound | before it | 2.500 | 0.500 | 0.500 | 0.030 | 0% |" in text

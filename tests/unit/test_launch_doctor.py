@@ -276,9 +276,6 @@ def test_what_the_demo_needs_is_of_the_right_order():
     assert more.memory.size_bytes > needs.memory.size_bytes + 6 * 2**30
     split = MachineNeeds.of(load_config(DEMO, ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]))
     assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "processes on GPUs take host memory too"
-    scored = MachineNeeds.of(load_config(DEMO, ["--pools.score.role", "scorer", "--pools.score.count", "2"]))
-    assert scored.memory.size_bytes > needs.memory.size_bytes + 2 * machine_needs.STAGE_BYTES
-    assert "2 scorers 1.0 GiB" in scored.memory.parts
 
 
 def test_the_memory_of_a_large_file_of_prompts_is_counted_in_every_process_that_loads_it(tmp_path):

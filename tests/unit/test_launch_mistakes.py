@@ -272,7 +272,7 @@ CASES = [
     Case("stages on GPUs that are not there", demo("--learner.gpus", "1"), ("gpus of the workers add up to 2",)),
     Case("actors on GPUs that are not there", demo("--actors.gpus", "1"), ("pool 'actors' asks for 2 x",)),
     Case("a GPU and a half", demo("--actors.gpus", "1.5"), ("pool 'actors' reserves 1.5 GPUs", "it computes on 1")),
-    Case("an idle GPU", demo("--learner.gpus", "2"), ("pool 'learner' reserves 2 GPUs", "a scorer do on one")),
+    Case("an idle GPU", demo("--learner.gpus", "2"), ("pool 'learner' reserves 2 GPUs", "a stage does on one")),
     Case(
         "a GPU that is too full",
         demo(

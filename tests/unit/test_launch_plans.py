@@ -170,11 +170,10 @@ def test_what_train_refuses_is_no_plan_and_a_config_that_it_refuses_has_none():
     assert {each["weight_sync.max_lag"] for each in lags if each["weight_sync.publish_every"] == 1} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("score", [(), ("--pools.score.role", "scorer", "--pools.score.cpus", "1.5")])
-def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypatch, score):
+def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    told = ["--learner.cpus", "1.5", "--learner.num_stages", "1", "--actors.num_actors", "1", *score]
+    told = ["--learner.cpus", "1.5", "--learner.num_stages", "1", "--actors.num_actors", "1"]
     candidates = made(*told, hosts=[Host("here", frozenset(), 4.0, 0.0, is_here=True)]).find(say)
     assert candidates
     for each in candidates:
@@ -248,17 +247,6 @@ def test_a_host_takes_pools_whose_resource_it_carries_and_any_that_ask_for_none(
     hosts += [Host("h3", frozenset({"exact", "fast"}), 2.0, 0.0), Host("h4", frozenset({"fast"}), 2.0, 0.0)]
     both = possible(made(*told, *pool("exact"), *pool("fast"), hosts=hosts))
     assert max(each["pools.exact.count"] + each["pools.fast.count"] for each in both) == 6, "h3 is counted once"
-
-
-def test_scorers_have_their_place_and_their_price():
-    told = ["--learner.num_stages", "1", "--learner.num_replicas", "1", *pool("sc", role="scorer", count=2)]
-    prices = {"actors": 1.0, "learner": 1.0, "sc": 3.0}
-    planner = made(*told, hosts=[Host("here", frozenset(), 6.0, 0.0, is_here=True)], prices=prices)
-    assert max(each["actors.num_actors"] for each in possible(planner)) == 3, "of six cores"
-    assert planner.as_it_is().price_per_1000 == pytest.approx(9 / 3.6 / planner.as_it_is().samples_per_s, rel=0.01)
-    free = made(*told, hosts=planner._hosts, prices={**prices, "sc": 1e-9})
-    own = next(plan for plan in planner.space.all() if planner.keys_of(plan).items() <= planner.own.items())
-    assert free.score(own) == pytest.approx(3 * planner.score(own))
 
 
 def test_a_step_is_weighed_by_groups_as_the_law_makes_them():
@@ -465,7 +453,6 @@ def test_scores_belong_to_the_learner_unless_it_has_no_reference_or_scorers_do_i
     assert scores.round_tokens >= 2 * load_config(DEMO).learner.token_budget
     never = ["--learner.score_while_waiting", "false"]
     assert world_of(load_config(DEMO, never), found).scores.round_tokens == 0
-    assert world_of(load_config(DEMO, ["--pools.s.role", "scorer"]), found).scores is None
 
 
 class SlowRun:

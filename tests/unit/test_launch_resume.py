@@ -337,7 +337,7 @@ def test_the_claim_of_a_killed_command_is_gone_with_it(folder):
         assert owner_of(folder) == os.getpid()
 
 
-@pytest.mark.parametrize("role", ["stage", "scorer", "ranker"])
+@pytest.mark.parametrize("role", ["stage", "ranker"])
 def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(folder, role, tmp_path):
     """Also if the folder is reached through a link."""
     said: list[str] = []

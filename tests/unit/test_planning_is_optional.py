@@ -14,7 +14,6 @@ ROLES = {
     "stage": "launch.processes.learner_group, learner.stage",
     "buffer service": "launch.processes.services, buffer.service",
     "weight service": "weight_sync.service",
-    "scorer": "launch.processes.helpers, learner.reference",
     "commands that look": "launch.cli, launch.looking, launch.buffer_cli, launch.report.page, launch.doctor",
 }
 """Role -> the modules that its process imports."""

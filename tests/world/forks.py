@@ -1,4 +1,4 @@
-"""The server that all tests fork ranks and scorers of a learner from: what they need is imported there already.
+"""The server that all tests fork ranks of a learner from: what they need is imported there already.
 
 So a rank starts in a tenth of a second. What is imported there is in every rank and may change nothing: a module that
 does, as `tests.world.learner`, is imported by the ranks that want it.
