@@ -1,9 +1,9 @@
 """Trace which files a trajectory, a weight version, a config key and a metric pass: `python -m tests.walks`.
 
 A walk is the files of the product in which a function runs between its beginning and its end, in any process. Those
-that run while nothing happens are counted apart. The run is a small one whose reward waits, so that one thing happens at a
-time: each call of the reward takes the next of `WAITS_S`, and one of them is the idle time. Of the key the walk is the
-files on the call stacks of its reads. The result replaces the lists of docs/architecture.md.
+that run while nothing happens are counted apart. The run is a small one whose reward waits, so that one thing happens
+at a time: each call of the reward takes the next of `WAITS_S`, and one of them is the idle time. Of the key the walk is
+the files on the call stacks of its reads. The result replaces the lists of docs/architecture.md.
 """
 
 from __future__ import annotations

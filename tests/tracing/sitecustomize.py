@@ -1,8 +1,8 @@
 """Record which functions of Leeway run, and when, in every process of a traced run: `python -m tests.walks` reads it.
 
 Python imports a module of this name at its start if it lies on PYTHONPATH, so every process of the run is traced.
-Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_ROOT the checkout, LEEWAY_TRACE_EXACT the functions
-whose every call and return counts, LEEWAY_TRACE_KEY the config key whose reads count.
+Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_ROOT the checkout, LEEWAY_TRACE_EXACT the
+functions whose every call and return counts, LEEWAY_TRACE_KEY the config key whose reads count.
 
 A record is a line of milliseconds since the epoch, what happened, file and function, parted by tabs.
 """
