@@ -48,8 +48,6 @@ class Plan:
     """Why this machine cannot run it; it is no mistake of the config, and may be dry-run here."""
     keys: RunKeys | None = field(default=None, repr=False)
     """Of the sockets of this start of the run; None where they are not locked."""
-    prediction: object = None
-    """What `leeway plan` predicted, which is stored in the folder; None without a plan."""
     recorded: RecordedFacts | None = None
     """The samples that it trains on; None where its actors make them."""
 

@@ -18,7 +18,6 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -97,14 +96,12 @@ def train(parsed: argparse.Namespace) -> int:
         from launch.run_folder import choose_root, named_run
 
         chosen: list[str] = []
-        prediction = None
         if parsed.source is not None:
             chosen.append(f"--buffer.source={json.dumps(str(named_run(parsed.source)))}")
         if parsed.plan is not None:
-            planned, prediction = resolve_name(READ_PLAN)(parsed.plan)
-            chosen += planned
+            chosen += resolve_name(READ_PLAN)(parsed.plan)
         config = load_config(parsed.config, [*chosen, *parsed.overrides])
-        plan = with_limits(replace(check(config, choose_root(config, parsed.config)), prediction=prediction))
+        plan = with_limits(check(config, choose_root(config, parsed.config)))
         if parsed.dry_run:
             print(plan.describe())
             return ExitStatus.OK

@@ -81,6 +81,7 @@ class RunFolder:
         self.export = self.root / "model"
         self.logs = self.root / "logs"
         self.metrics = self.root / "metrics.jsonl"
+        self.actors = self.root / "actors.jsonl"
         self.events = self.root / "events.jsonl"
         self.evaluations = self.root / "eval.jsonl"
         self.timeline = self.root / "timeline.json"
@@ -88,7 +89,6 @@ class RunFolder:
         self.control = self.root / "control"
         self.summary = self.root / "summary.json"
         self.report = self.root / "report.html"
-        self.prediction = self.root / "prediction.json"
 
     @property
     def name(self) -> str:

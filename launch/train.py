@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 from safetensors import SafetensorError
 
@@ -136,8 +135,6 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         if earlier is None:
             folder.create(config)
             half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
-            if plan.prediction is not None:
-                write_whole(folder.prediction, [msgspec.json.encode(plan.prediction)])
             stack.enter_context(claimed(folder))
             if plan.recorded is not None:
                 fill_buffer(config, context.facts, folder, plan.recorded)
@@ -146,7 +143,8 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         identity = identity_of(plan, model_path, earlier)
         if earlier is None:
             folder.write_identity(identity)
-        tracker = stack.enter_context(Tracker(config, folder, plan.run_id))
+        last_step = 0 if earlier is None else earlier.last_step
+        tracker = stack.enter_context(Tracker(config, folder, plan.run_id, last_step))
         # each actor looks for it on its own host, and finds it made where that is this one
         prepare_serving_model(model_path, folder.serving_models)
         if earlier is not None:
@@ -316,8 +314,7 @@ class _Run:
         """Count on from where the learner stands, which is its newest checkpoint that is whole."""
         reached = newest_progress(self.plan.folder.checkpoints) or TrainingProgress(0, 0, 0)
         step, version = reached.step, reached.version
-        rows = self.sinks.tracker.go_back(step, reached.unwritten)
-        self._observer.take_up(rows, step, version, earlier.num_redone + max(0, earlier.last_step - step))
+        self._observer.take_up(step, version, earlier.num_redone + max(0, earlier.last_step - step))
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
         self.sinks.event("resumed", f"the run goes on from {earlier.start(step)}")
@@ -364,12 +361,10 @@ class _Run:
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
-        if news.resumed_at is not None:
-            self.sinks.tracker.go_back(news.resumed_at)
         rows = self._observer.take_in(news)
         self.sinks.trace.take_in(news, rows)
         for row in rows:
-            self.sinks.tracker.step(row, row["step"])
+            self.sinks.tracker.step(row)
         trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
         self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
         self.sinks.display.update(self._observer.polled())

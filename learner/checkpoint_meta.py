@@ -39,14 +39,6 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     """Steps up to this one that dropped updates for their small effective sample size; see learner.step."""
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Steps in a row without a finite loss or gradient, as learner.report counts them."""
-    reports: tuple[str, ...] = ()
-    """Of the newest steps, as JSON: those that the launcher may not have written to metrics.jsonl yet."""
-
-    @property
-    def unwritten(self) -> list[dict[str, Any]]:
-        """The numbers of these reports; their tables by actor are left out."""
-        reports = map(json.loads, self.reports)
-        return [{name: value for name, value in each.items() if not isinstance(value, dict)} for each in reports]
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -79,26 +71,21 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
     xxh3: str = ""
 
     def encode(self) -> bytes:
-        return json.dumps(msgspec.to_builtins(self) | {"xxh3": self._seal()}).encode() + b"\n"
+        document = msgspec.to_builtins(self)
+        return json.dumps(document | {"xxh3": _seal(document)}).encode() + b"\n"
 
     @staticmethod
     def read(folder: Path) -> CheckpointMeta:
         """Read a checkpoint's document; DamagedCheckpoint if it is not what was written."""
         path = folder / META_NAME
         try:
-            meta = _DECODER.decode(path.read_bytes())
+            data = path.read_bytes()
+            meta, document = _DECODER.decode(data), json.loads(data)
         except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        if meta.xxh3 != meta._seal():
+        if meta.xxh3 != _seal(document):
             raise DamagedCheckpoint(f"{path} does not have the checksum that it was written with")
         return meta
-
-    def _seal(self) -> str:
-        document = msgspec.to_builtins(self)
-        del document["xxh3"]
-        if not self.progress.reports:  # a checkpoint of an older Leeway has none, and its seal covers none
-            del document["progress"]["reports"]
-        return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
         """Compare these files of a checkpoint with their seals; DamagedCheckpoint names the first that differs."""
@@ -114,6 +101,14 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
                 )
             if found.xxh3 != told.xxh3:
                 raise DamagedCheckpoint(f"{folder / name} does not have the checksum that it was written with")
+
+
+def _seal(document: dict[str, Any]) -> str:
+    """Return the checksum of a document as it stands in the file, whatever fields another version gave it."""
+    document = {name: value for name, value in document.items() if name != "xxh3"}
+    if not document["progress"].get("reports"):  # an older Leeway wrote this field, and did not seal it if empty
+        document["progress"].pop("reports", None)
+    return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())
 
 
 # made here, for msgspec is not safe against threads that each use a type for the first time

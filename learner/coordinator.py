@@ -32,6 +32,7 @@ from common.staleness import PolicyVersion
 from learner.batch import counted_versions
 from learner.config import LearnerSections
 from learner.mesh import MeshPlace
+from learner.report import MetricsFile
 
 R = TypeVar("R")
 
@@ -129,6 +130,7 @@ class Coordinator:
             keys=context.keys,
         )
         self._client.connect(deadline)
+        self.metrics = MetricsFile(context.folder / "metrics.jsonl")
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Future[object]]] = []
         self._round_tokens = round_tokens
@@ -144,11 +146,13 @@ class Coordinator:
         """Whom the learner waits for just now; empty while it computes."""
 
     def begin(self, version: int, step: int, deadline: float) -> None:
-        """Open this learner's incarnation; the other stages do not listen yet.
+        """Cut the metrics to this step, and open this learner's incarnation; the other stages do not listen yet.
 
         Raises:
+            OSError: the metrics cannot be cut.
             TimeoutError: the service lets it wait beyond the deadline, on the monotonic clock.
         """
+        self.metrics.go_back(step)
         future = self._client.begin_incarnation(version, step)
         reply = self._answer(future, "begin an incarnation", heartbeats=False, deadline=deadline)
         self.incarnation = reply.incarnation

@@ -1,4 +1,4 @@
-"""What becomes of a step: its metrics, by name; and its draw, where that could not be trained."""
+"""What becomes of a step: its row of metrics.jsonl; and its draw, where that could not be trained."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import torch
@@ -28,7 +29,7 @@ their small effective sample size is none of these, and does not end a row of th
 """
 
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
-"""Metrics by name; and, which are none, what a step tells of each actor: tables, which the observer adds up."""
+"""Metrics by name; and tables by actor, which a reader joins with the pools of the actors."""
 
 MAX_PARTS = 16
 """Reward functions that have a metric each: a task that sums more is better read from the buffer."""
@@ -121,10 +122,11 @@ def step_report(
     ledger: Mapping[str, int],
     fidelity: LengthFidelity,
 ) -> Report:
-    """Everything to log of one step (from 1); the arguments as for `lag_metrics` and `replay_metrics`."""
+    """Return the row of one step (from 1); the arguments as for `lag_metrics` and `replay_metrics`."""
     rewards = np.asarray(batch.rows.column("reward"))
     duration_s = times.finished_s - times.started_s
     trained = [update.batch for update in counted(result.updates)]
+    trained_tokens = 0 if result.skipped else len(batch.sequence_T)
     return {
         **result.metrics,  # first: names of a user's loss replace none of these
         "step": step,
@@ -154,6 +156,7 @@ def step_report(
         "time/scored_ahead": times.scored_ahead_s,
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
+        "perf/trained_tokens_per_s": trained_tokens / max(times.finished_s - times.asked_s, 1e-9),
         **lag_metrics(trained, batch, newest_published, times.started_s),
         **replay_metrics(batch, ledger),
         "buffer/uninformative_frac": uninformative_frac(batch),
@@ -161,6 +164,47 @@ def step_report(
         "lag0_by_actor": result.lag0_by_actor,
         "lag_by_actor": {} if result.skipped else lag_by_actor(trained),
     }
+
+
+class MetricsFile:
+    """metrics.jsonl of a run: one row per step, in their order. The coordinator alone writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size = 0
+        self._unwritten = b""
+
+    def go_back(self, step: int) -> None:
+        """Cut off the rows after `step`, which is trained again from there, and a row that a crash cut off.
+
+        Raises:
+            OSError: the file, which the launcher makes, cannot be read or written.
+        """
+        try:
+            with self._path.open("r+b") as file:
+                for line in file:
+                    if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] > step:
+                        break
+                    self._size += len(line)
+                file.truncate(self._size)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{self._path} is not there: the learner's hosts must share the folder of the run (docs/cluster.md)"
+            ) from None
+
+    def append(self, row: Report) -> None:
+        """Append a row; null stands for what is not finite. A full disk keeps rows for the next call, not the step."""
+        self._unwritten += msgspec.json.encode(row, enc_hook=float) + b"\n"
+        try:
+            # opened anew: NFS shows a reader on another host what was written before a file was closed
+            with self._path.open("r+b") as file:
+                file.seek(self._size)  # over what is left of a write that failed
+                file.write(self._unwritten)
+        except OSError as error:
+            logger.warning("%s cannot be written, and is tried again after the next step: %s", self._path, error)
+            return
+        self._size += len(self._unwritten)
+        self._unwritten = b""
 
 
 class BadSample(ValueError):

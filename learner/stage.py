@@ -10,7 +10,6 @@ All stages call the same methods. The coordinator decides (which batch, when to 
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -52,7 +51,7 @@ from learner.mesh import (
 )
 from learner.networks import load_networks
 from learner.reference import build_reference, packing_rule
-from learner.report import BadBatches, BadSample, Report, StepTimes, TrainingDiverged, check_samples, step_report
+from learner.report import BadBatches, BadSample, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import open_sink
 from weight_sync.manifest import PublishFailed
@@ -82,10 +81,6 @@ class Stage:
         self._device = torch.device("cpu")
         """Where it computes, from `setup` on."""
         self._stop = threading.Event()
-        self._reports: list[Report] = []
-        self._handed_over: list[Report] = []
-        """By the last poll; the caller has written them once it polls again."""
-        self._reports_lock = threading.Lock()
         self._coordinator: Coordinator | None = None
         self._publisher: Publisher | None = None
         self._progress = TrainingProgress(step=0, version=0, incarnation=0)
@@ -126,12 +121,6 @@ class Stage:
     def request_stop(self) -> None:
         """Finish the step under way and end `run`. Counts on the coordinator; any thread may call it."""
         self._stop.set()
-
-    def poll(self) -> list[Report]:
-        """Reports of the steps since the last poll (coordinator only; empty elsewhere). Any thread may call it."""
-        with self._reports_lock:
-            self._handed_over, self._reports = self._reports, []
-            return self._handed_over
 
     @property
     def waiting_for(self) -> str:
@@ -312,11 +301,11 @@ class Stage:
                 )
             self._coordinator.step_finished(step, result.version, skipped=result.skipped)
         publish_s = self._publish_if_due(result.version)
-        if isinstance(draw, Draw):
+        if self._coordinator is not None and isinstance(draw, Draw):
             report = step_report(batch, result, step, newest, times, draw.ledger, draw.fidelity)
+            report["restarts"] = self._progress.incarnation
             report["time/publish"] = (result.metrics.get("time/publish") or 0.0) + publish_s
-            with self._reports_lock:
-                self._reports.append(report)
+            self._coordinator.metrics.append(report)
         try:
             self._bad_batches.note(step, result, draw.body if isinstance(draw, Draw) else None)
         except TrainingDiverged:
@@ -373,13 +362,10 @@ class Stage:
         """Begin to write a checkpoint; training goes on meanwhile."""
         if self._saved_step == self._progress.step:
             return
-        with self._reports_lock:
-            unwritten = tuple(map(json.dumps, (*self._handed_over, *self._reports)))
         self._progress = structs.replace(
             self._progress,
             drops_in_a_row=self._train_step.evaluator.drops_in_a_row,
             non_finite_steps=tuple(self._bad_batches.non_finite_steps),
-            reports=unwritten,
         )
         self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step

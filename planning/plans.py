@@ -161,7 +161,7 @@ def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """`prediction.json`: what `leeway plan` predicted of the run; means over the seeds that were simulated."""
+    """Figures that `leeway plan` predicts of a run; means over the seeds that were simulated."""
 
     samples_per_s: float
     low: float
@@ -249,8 +249,8 @@ def write_plan(path: Path, candidate: Candidate, profile: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place as --out") from None
 
 
-def read_plan(path: Path) -> tuple[list[str], Prediction]:
-    """The keys of a plan as overrides, and what was predicted of it.
+def read_plan(path: Path) -> list[str]:
+    """Return the keys of a plan as overrides.
 
     Raises:
         ConfigError: it is not there, or is not a plan.
@@ -260,11 +260,11 @@ def read_plan(path: Path) -> tuple[list[str], Prediction]:
         told = tree.pop("plan", None)
         if not isinstance(told, dict):
             raise ValueError("it has no section [plan]")  # noqa: TRY004, TRY301 -- one sentence for all
-        prediction = msgspec.convert({**told, "profile": None}, Prediction)
+        msgspec.convert({**told, "profile": None}, Prediction)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, no TOML, or another TOML
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"--plan {path} is not a plan ({why}): give a file that `leeway plan` wrote") from None
-    return as_overrides(dict(_flat(tree))), prediction
+    return as_overrides(dict(_flat(tree)))
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[Key, Any]]:

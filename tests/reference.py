@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from launch.config import POOL_OVERRIDES, Config, fixed_because, said_of
 from launch.mistakes import models_of
-from launch.observe.metrics import METRICS
+from launch.observe.metrics import METRICS, OF_ACTORS, POOL_PREFIX
 from launch.report.charts import CHARTS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -132,7 +132,11 @@ def _by_type(texts: Mapping[str, str]) -> str:
 def metrics_reference() -> str:
     """Every metric."""
     rows: Iterable[str] = (f"| `{name}` | {_cell(meaning)} |" for name, meaning in METRICS.items())
-    head = f"# Metrics reference\n\n{GENERATED}\n\nA metric that does not apply to a step is null, never 0.\n"
+    of_actors = f"{', '.join(f'`{name}`' for name in OF_ACTORS)} and all of `actors/`, `weights/` and `{POOL_PREFIX}`"
+    head = (
+        f"# Metrics reference\n\n{GENERATED}\n\nA metric that does not apply to a step is null, never 0. "
+        f"`eval/` metrics are in `eval.jsonl`; {of_actors} are in `actors.jsonl`; all others are in `metrics.jsonl`.\n"
+    )
     charts = (f"| {chart.title} | {_cell(chart.good)} | {_cell(chart.otherwise)} |" for chart in CHARTS.values())
     how = [
         "## How to read the charts of the report\n",

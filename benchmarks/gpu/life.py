@@ -28,6 +28,7 @@ from buffer.schema import Trajectory, VersionSpan
 from buffer.service import BufferService
 from common.run import RunContext, RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
+from launch.observe.history import Rows
 from learner.config import LearnerConfig, LearnerSections
 from learner.stage import Stage
 from weight_sync.config import WeightSyncConfig
@@ -213,10 +214,12 @@ def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
         startup_timeout_s=WAIT_S,
         buffer_address=orders["address"],
     )
+    (folder / "metrics.jsonl").touch()
     made = Stage(context, 0, rendezvous())
     made.setup()
     over = threading.Event()
-    writer = threading.Thread(target=_write_reports, args=(made, folder / "reports.jsonl", over), daemon=True)
+    rows = Rows(folder / "metrics.jsonl", at_end=True)
+    writer = threading.Thread(target=_write_reports, args=(rows, folder / "reports.jsonl", over), daemon=True)
     writer.start()
     made.run()
     over.set()
@@ -226,12 +229,12 @@ def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
     sys.stdout.flush()
 
 
-def _write_reports(stage: Stage, path: Path, over: threading.Event) -> None:
-    """At once: what waits to be polled dies with the process."""
+def _write_reports(rows: Rows, path: Path, over: threading.Event) -> None:
+    """Keep each at once: a learner that goes on from a checkpoint cuts off those after it."""
     life = time.time()
     while True:
         last = over.is_set()
-        for report in stage.poll():
+        for report in rows.read():
             told = {"life": life, "step": report["step"], "loss": report["loss"], "step_s": report.get("time/step")}
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(told) + "\n")

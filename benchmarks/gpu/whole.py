@@ -18,7 +18,7 @@ from benchmarks.gpu.shapes import EOS
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.runs import FEW_PROCESSES, FinishedRun, Row, train
 
-KEPT = ("report.html", "metrics.jsonl", "events.jsonl", "eval.jsonl", "summary.json", "config.toml")
+KEPT = ("report.html", "metrics.jsonl", "actors.jsonl", "events.jsonl", "eval.jsonl", "summary.json", "config.toml")
 """Files of a run that stay beside the results."""
 KEEP_S = 20.0
 """Of a step's limit, for imports before the run, and for keeping the files of a run that took too long."""

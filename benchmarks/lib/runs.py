@@ -22,8 +22,10 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
+from launch.observe.history import joined
 from launch.observe.totals import Interval, shared
 from launch.observe.trace import read
+from launch.run_folder import RunFolder
 
 LIMIT_S = 900.0
 """No run takes longer, unless a benchmark says so."""
@@ -34,7 +36,7 @@ LAST_LINES = 20
 """Of what a run has printed that failed: its folder may be gone when somebody reads why."""
 
 Row = Mapping[str, Any]
-"""A step as metrics.jsonl has it; docs/metrics.md says what its keys mean."""
+"""A step as metrics.jsonl and actors.jsonl have it; docs/metrics.md says what its keys mean."""
 
 
 class RunFailed(MeasurementFailed):
@@ -79,8 +81,7 @@ class FinishedRun:
     @functools.cached_property
     def steps(self) -> list[Row]:
         """In order, also those that took no update."""
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [row for row in lines if "loss" in row]
+        return [row for row in joined(RunFolder(self.folder)) if "loss" in row]
 
     @functools.cached_property
     def updates(self) -> list[Row]:

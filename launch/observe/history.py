@@ -1,8 +1,9 @@
-"""History: what a run's folder tells the command that resumes it of the commands before."""
+"""What the files of a run say: its rows, and what a command that resumes it needs of the commands before."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,6 +12,47 @@ from typing import Any
 
 from launch.observe.status import Accuracy, StatusError, read_status
 from launch.run_folder import RunFolder, RunIdentity
+
+
+class Rows:
+    """Reads a file of JSON lines while another process appends to it; a line that is not whole yet is left."""
+
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+        """Begin at the first line, or behind the last one."""
+        self._path, self._offset = path, 0
+        if at_end:
+            with path.open("rb") as file:
+                self._offset = file.seek(0, os.SEEK_END)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows since the last call; none while there is no file.
+
+        Raises:
+            ValueError: a line is no JSON.
+        """
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:  # opened anew: NFS checks then what another host has written
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{self._path} has a line that is no JSON: {error}; remove that line") from None
+
+
+def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """Yield the row of each step with the columns of the actors, of whose lines for a step the last counts.
+
+    Raises:
+        ValueError: a line is no JSON.
+    """
+    of_actors = {row["step"]: row for row in Rows(folder.actors).read()}
+    for row in Rows(folder.metrics).read():
+        yield row | of_actors.get(row["step"], {})
 
 
 @dataclass(frozen=True)
@@ -44,8 +86,8 @@ class History:
             ValueError: a line of the files is no JSON.
         """
         identity = folder.read_identity()
-        last_step = max(lines_by_step(folder.metrics), default=0)
-        evaluated = (Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated")
+        last_step = max((row["step"] for row in Rows(folder.metrics).read()), default=0)
+        evaluated = (Accuracy.of_event(event) for event in Rows(folder.events).read() if event["kind"] == "evaluated")
         first = next(evaluated, None)
         before = first if first is not None and first.policy_version == 0 else None
         wall_s, num_redone = 0.0, 0
@@ -62,7 +104,7 @@ def repair(folder: RunFolder) -> list[str]:
         OSError: a file cannot be written.
     """
     done: list[str] = []
-    for path in (folder.metrics, folder.events, folder.evaluations):
+    for path in (folder.metrics, folder.actors, folder.events, folder.evaluations):
         if not path.exists():
             continue
         with path.open("rb+") as file:
@@ -77,23 +119,6 @@ def repair(folder: RunFolder) -> list[str]:
                 file.truncate(start)
                 done.append(f"{len(data) - start} bytes of a line that was cut off are removed from {path.name}")
     return done
-
-
-def lines_by_step(path: Path) -> dict[int, str]:
-    """Return the row of each step as a line."""
-    return {row["step"]: f"{json.dumps(row)}\n" for row in _lines(path)}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}, is no JSON: {error}; remove that line") from None
-            yield row
 
 
 def _is_json(data: bytes) -> bool:

@@ -10,10 +10,13 @@ POOL_PREFIX = "pool/"
 PART_PREFIX = "reward/part/"
 """Before the name of a reward function, likewise."""
 
+OF_ACTORS = ("perf/generated_tokens_per_s", "overlap/frac", "time/weight_pause", "time/wait_for_policy")
+"""Metrics of the actors outside the groups `actors/`, `weights/` and `pool/`."""
+
 METRICS: dict[str, str] = {
     # the step
     "step": "Steps, counted from 1: each trains one draw, in one or several updates. A skipped step counts here.",
-    "restarts": "How often the learner had been started again when it took the step.",
+    "restarts": "Start of the learner that took the step: 0, and one more after each restart or resume.",
     "version": "Policy version after the step: updates (optimizer steps) taken.",
     "skipped": "True where no update of the step was taken: its loss or gradient was not finite, or all were dropped.",
     "updates/taken": "Updates of the step that were taken; each makes a policy version. What a step reports of its "
@@ -163,7 +166,7 @@ METRICS: dict[str, str] = {
     "time/publish": "Seconds of copying weights for publication, between the updates of a step and after them.",
     "time/weight_pause": "Seconds that a weight update paused generation, mean over those since the last row.",
     "perf/learner_tokens_per_s": "batch/tokens over time/step.",
-    "perf/trained_tokens_per_s": "Completion tokens trained per second of wall time, over ten seconds or a step.",
+    "perf/trained_tokens_per_s": "Completion tokens that the step trained over its time and the wait for its batch.",
     "perf/generated_tokens_per_s": "Completion tokens generated per second of wall time by all actors.",
     "time/wait_for_policy": "Seconds that an actor waited for weights since the last row, mean over the actors, as far "
     "as the polls of the run see it.",
@@ -196,6 +199,11 @@ METRICS: dict[str, str] = {
     "eval/policy_version": "Policy version that was evaluated; the newest, if actors differed.",
     "eval/start": "Start of the learner that made it: 0, and one more after each restart or resume.",
 }
+
+
+def is_of_actors(name: str) -> bool:
+    """Return whether a metric is in actors.jsonl, which the launcher writes; the others are in metrics.jsonl."""
+    return name in OF_ACTORS or name.startswith(("actors/", "weights/", POOL_PREFIX))
 
 
 def labelled(name: str) -> tuple[str, str, str]:

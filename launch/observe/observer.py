@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from types import TracebackType
@@ -27,6 +26,7 @@ from common.process import wall_time
 from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.errors import ExitStatus
+from launch.observe.history import Rows
 from launch.observe.status import (
     NUM_EVENTS,
     POLICY,
@@ -43,7 +43,7 @@ from launch.observe.status import (
     waits,
     write_status,
 )
-from launch.observe.totals import ALL, ActorTotals, Lags, OverlapMeter, Rate, StepTotals
+from launch.observe.totals import ALL, ActorTotals, OverlapMeter, Rate, TrainedTotals, by_pool, lags_of
 from launch.pools import actor_pools
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,6 @@ log = logging.getLogger(__name__)
 QUIET_S = 2.0
 """After so long without a poll the file is written all the same."""
 CLOSE_S = 5.0
-UNKNOWN_POOL = "unknown"
-"""Of tokens whose actor has never reported to this command."""
 
 
 class Observer:
@@ -77,7 +75,7 @@ class Observer:
         the observer; `on_news` is shown every status that is written.
         """
         config = plan.config
-        self._path, self._config = plan.folder.status, config
+        self._path, self._metrics, self._config = plan.folder.status, plan.folder.metrics, config
         self._look, self._on_quiet, self._on_news = look, on_quiet, on_news
         self._wall, self._clock, self._quiet_s = wall, clock, quiet_s
         self._started_s = clock() if started_s is None else started_s
@@ -91,9 +89,8 @@ class Observer:
             num_steps=config.learner.num_steps,
             max_lag=config.weight_sync.max_lag,
         )
-        self.totals, self.actor_totals = StepTotals(), ActorTotals()
-        self._overlap, self._trained = OverlapMeter(), Rate()
-        self._first_row = dict[str, Any]()
+        self.trained, self.actor_totals = TrainedTotals(), ActorTotals()
+        self._overlap, self._trained_rate = OverlapMeter(), Rate()
         self._reports: dict[str, ActorReport] = {}
         """The last of each actor that works."""
         self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
@@ -155,15 +152,18 @@ class Observer:
             self.status.ended = Ended(at_s=self._wall(), text=text, exit_status=exit_status)
             self._write()
 
-    def take_up(self, rows: Iterable[Mapping[str, Any]], step: int, version: int, num_redone: int = 0) -> None:
-        """Count on from the rows of earlier commands, one per step in order; the learner goes on at this step."""
-        for row in rows:
-            self._first_row = self._first_row or dict(row)
-            self._restarts_before = max(self._restarts_before, int(row["restarts"]))
-            self._count(row, {})
-        self._restarts_before += 1
-        self.totals.num_redone += num_redone
-        self.status.step, self.status.version = step, version
+    def take_up(self, step: int, version: int, num_redone: int = 0) -> None:
+        """Count on from what earlier commands did; the learner goes on at this step, the last of metrics.jsonl."""
+        self._go_back(step, version)
+        self._restarts_before = self.trained.restarts + 1
+        self.status.steps_redone = num_redone
+
+    def _go_back(self, step: int, version: int) -> None:
+        """Sum up anew what metrics.jsonl has up to a step."""
+        self.trained, self.status.step, self.status.version = TrainedTotals(), step, version
+        for row in Rows(self._metrics).read():
+            if row["step"] <= step:
+                self._count(row)
 
     def take_in(self, news: PollResult) -> list[dict[str, Any]]:
         """Take in one poll; returns the metrics of every step that finished."""
@@ -176,9 +176,8 @@ class Observer:
                 setattr(known, name, getattr(news, name) or getattr(known, name))
             if news.resumed_at is not None:
                 self._num_restarts += 1
-                self.totals.go_back(news.resumed_at)
-                # later than the last report, where those of the steps in the checkpoint died with the coordinator
-                status.step, status.version = news.resumed_at, news.resumed_version
+                status.steps_redone += max(0, status.step - news.resumed_at)
+                self._go_back(news.resumed_at, news.resumed_version)
             self._take_in_actors(news, now)
             rows = list(self._rows(news))
             if known.status is not None:
@@ -199,12 +198,12 @@ class Observer:
             "version": status.version,
             "learner_restarts": self._restarts_before + self._num_restarts,
             "quarantined_actors": list(self._known.quarantined),
-            "steps_redone": self.totals.num_redone,
+            "steps_redone": status.steps_redone,
             "trained_trajectories": buffer.ledger["trained"],
-            "trained_tokens": self.totals.num_tokens,
+            "trained_tokens": self.trained.num_tokens,
             "generated_tokens": self.actor_totals.num_tokens[ALL],
-            "lag_mean": self.totals.lag_mean,
-            "lag_max": status.lag_max,
+            "lag_mean": self.trained.lag_mean,
+            "lag_max": self.trained.lag_max,
             "max_lag": status.max_lag,
             "overlap_frac": self._overlap.fraction(),
             "ledger_gap": max(status.ledger_gap, abs(buffer.ledger["gap"])),
@@ -213,7 +212,7 @@ class Observer:
             "damaged_records": buffer.num_damaged,
             "failed_by_reason": buffer.failed_by_reason,
             "quarantined_by_reason": buffer.quarantined_by_reason,
-            "mismatch_lag0_abs": self._first_row.get("mismatch/lag0_abs"),
+            "mismatch_lag0_abs": self.trained.first_mismatch,
         }
 
     # --- a poll -----------------------------------------------------------------------------------
@@ -233,41 +232,25 @@ class Observer:
     def _rows(self, news: PollResult) -> Iterator[dict[str, Any]]:
         for report in news.steps:
             self._overlap.add_step(report["started_s"], report["finished_s"])
-        overlap_frac = self._overlap.fraction() if news.steps else None
         for report in news.steps:
-            row = dict(report)
-            lag0_by_actor = row.pop("lag0_by_actor", None) or {}
-            lags = self._by_pool(row.pop("lag_by_actor", None) or {})
-            self._trained_tokens += self._count(row, lags)
-            self.status.step, self.status.version = int(row["step"]), int(row["version"])
-            if row.get("mismatch/lag0_abs") is not None:
-                self.status.mismatch_lag0_abs = row["mismatch/lag0_abs"]
+            self._trained_tokens += self._count(report)
+            self.status.step, self.status.version = int(report["step"]), int(report["version"])
+            if report.get("mismatch/lag0_abs") is not None:
+                self.status.mismatch_lag0_abs = report["mismatch/lag0_abs"]
+            lag0_by_actor = report.get("lag0_by_actor") or {}
             self._lag0 |= {name: mean for name, (mean, num_tokens) in lag0_by_actor.items() if num_tokens}
-            self._trained.begin(row["started_s"] - (row.get("time/wait_for_batch") or 0.0))
-            self._trained.update(row["finished_s"], self._trained_tokens)
-            row["perf/trained_tokens_per_s"] = self._trained.value()
-            row["perf/generated_tokens_per_s"] = self.actor_totals.tokens_per_s()
-            row["overlap/frac"] = overlap_frac
-            row["restarts"] = int(row.get("restarts", 0)) + self._restarts_before
-            row |= self._actor_row() | self._pool_rows(lags, lag0_by_actor)
-            self._first_row = self._first_row or row
+            self._trained_rate.begin(report["started_s"] - (report.get("time/wait_for_batch") or 0.0))
+            self._trained_rate.update(report["finished_s"], self._trained_tokens)
+            metrics = {name: value for name, value in report.items() if not isinstance(value, dict)}
+            lags = by_pool(lags_of(report), self.actor_totals.pool_of)
+            row = metrics | self._actor_row() | self._pool_rows(lags, lag0_by_actor)
             self.status.row = row
             yield row
 
-    def _count(self, row: Mapping[str, Any], lags: Lags) -> int:
+    def _count(self, row: Mapping[str, Any]) -> int:
         """Enter a step into the totals; returns the completion tokens that it trained."""
-        num_tokens = 0 if row["skipped"] else int(row["batch/completion_tokens"])
-        self.totals.add(int(row["step"]), num_tokens, row["lag/token_mean"] or 0.0, lags)
-        if num_tokens:
-            self.status.lag_max = max(self.status.lag_max, int(row["lag/token_max"]))
         self.status.ledger_gap = max(self.status.ledger_gap, abs(int(row["buffer/ledger_gap"])))
-        return num_tokens
-
-    def _by_pool(self, lag_by_actor: Mapping[str, Mapping[int, int]]) -> Lags:
-        by_pool: dict[str, Counter[int]] = {}
-        for actor, lags in lag_by_actor.items():
-            by_pool.setdefault(self.actor_totals.pool_of.get(actor, UNKNOWN_POOL), Counter()).update(lags)
-        return by_pool
+        return self.trained.add(row)
 
     def _actor_row(self) -> dict[str, Any]:
         """Of all actors and of the weights that they serve, since the row before."""
@@ -277,6 +260,8 @@ class Observer:
         newest = self._known.status.newest[1] if self._known.status is not None else None
         oldest = min((report.version[1] for report in reports), default=None)
         return {
+            "perf/generated_tokens_per_s": self.actor_totals.tokens_per_s(),
+            "overlap/frac": self._overlap.fraction(),
             "time/weight_pause": fmean(pauses) if pauses else None,
             "time/wait_for_policy": policy_waits_s / len(reports) if reports else None,
             "actors/running_samples": sum(report.num_running for report in reports),
@@ -286,7 +271,9 @@ class Observer:
             "weights/refused": sum(1 for report in reports if report.refused),
         }
 
-    def _pool_rows(self, lags: Lags, lag0_by_actor: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
+    def _pool_rows(
+        self, lags: Mapping[str, Mapping[int, int]], lag0_by_actor: Mapping[str, tuple[float, int]]
+    ) -> dict[str, Any]:
         row: dict[str, Any] = {}
         pool_of = self.actor_totals.pool_of
         for pool in sorted(set(pool_of.values())):
@@ -308,12 +295,12 @@ class Observer:
     def _describe(self) -> None:
         """Make the parts of the status that change without a step."""
         status, known = self.status, self._known
-        status.lag_mean, status.lags = self.totals.lag_mean, self.totals.lags
-        status.trained_tokens, status.steps_redone = self.totals.num_tokens, self.totals.num_redone
+        status.lag_mean, status.lag_max = self.trained.lag_mean, self.trained.lag_max
+        status.lags, status.trained_tokens = self.trained.lags(self.actor_totals.pool_of), self.trained.num_tokens
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
         status.learner = LearnerStatus(
-            tokens_per_s=self._trained.value(self._wall()),
+            tokens_per_s=self._trained_rate.value(self._wall()),
             waits_for=known.learner_waits_for,
             publishing=known.publishing or "",
             restarts=self._num_restarts,

@@ -1,4 +1,4 @@
-"""Where the figures of a run go: metrics.jsonl and events.jsonl, Weights & Biases, and Prometheus.
+"""Where the figures of a run go beside metrics.jsonl: actors.jsonl, events.jsonl, Weights & Biases, and Prometheus.
 
 A metric of the registry `lag/token_mean` is the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` is
 `leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` is `leeway_reward_part{function="NAME"}`. `OF_ACTORS` and
@@ -10,24 +10,21 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from buffer.ledger import LEDGER_METRICS
-from common.files import write_durably
 from common.process import wall_time
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
 from launch.host import NO_WANDB_LOGIN
-from launch.observe.history import lines_by_step
-from launch.observe.metrics import METRICS, labelled
+from launch.observe.metrics import METRICS, is_of_actors, labelled
 from launch.observe.status import Accuracy, ActorStatus, RunStatus
 from launch.run_folder import RunFolder
 
@@ -37,44 +34,28 @@ log = logging.getLogger(__name__)
 class Tracker:
     """Writes rows of metrics and events as they come; every line is flushed, so that a crash loses none."""
 
-    def __init__(self, config: Config, folder: RunFolder, run_id: str = "") -> None:
-        """Append to the files, and begin at Weights & Biases where it is wanted.
+    def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
+        """Append to the files, and begin at Weights & Biases where it is wanted, which knows the steps up to the last.
 
         Raises:
             ConfigError: Weights & Biases cannot be reached with the login at hand.
         """
         self._config, self._folder = config, folder
-        self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8")
+        folder.metrics.touch()  # the learner's coordinator writes it, and finds it if its host shares the folder
+        self._actors: TextIO = folder.actors.open("a", encoding="utf-8")
         self._events: TextIO = folder.events.open("a", encoding="utf-8")
         self._evaluations: TextIO = folder.evaluations.open("a", encoding="utf-8")
         self._wandb: Any = None
-        self._wandb_step = 0
+        self._wandb_step = last_step
         if config.tracking.wandb != "disabled":
             self._wandb = start_wandb(config, folder, run_id)
 
-    def step(self, row: Mapping[str, Any], step: int) -> None:
-        """Write the row of a step."""
-        finite = _append(self._metrics, {"step": step, **row})
-        if step >= self._wandb_step:
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Take the row of a step: its columns of the actors go to actors.jsonl, all of it to Weights & Biases."""
+        _append(self._actors, {name: value for name, value in row.items() if name == "step" or is_of_actors(name)})
+        if row["step"] >= self._wandb_step:
             # its history only grows: a step that a restarted learner takes again stays as it was taken first
-            self._log(finite, step)
-
-    def go_back(self, step: int, reports: Iterable[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
-        """Leave the rows up to a step in metrics.jsonl, one for each; returns them.
-
-        `reports` are of the newest of these steps, as the checkpoint has them: those without a row get one.
-        """
-        rows = lines_by_step(self._folder.metrics)
-        kept = [line for number, line in rows.items() if number <= step]
-        write_durably(self._folder.metrics, "".join(kept).encode())
-        self._metrics.close()
-        self._metrics = self._folder.metrics.open("a", encoding="utf-8")
-        self._wandb_step = max(self._wandb_step, *rows, 0)
-        last = json.loads(kept[-1]) if kept else {"step": 0, "restarts": 0}
-        for report in reports:
-            if last["step"] < report["step"] <= step:
-                self.step({"restarts": last["restarts"], **report}, report["step"])
-        return map(json.loads, lines_by_step(self._folder.metrics).values())
+            self._log(row, row["step"])
 
     def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
         """Write the row of an evaluation, at a step; Weights & Biases has it no earlier than what it knows."""
@@ -83,9 +64,9 @@ class Tracker:
         _append(self._evaluations, {"time_s": wall_time(), "wall_s": wall_s, "step": step, **values})
         self._log(row, max(step, self._wandb_step))
 
-    def _log(self, finite: Mapping[str, Any], step: int) -> None:
+    def _log(self, row: Mapping[str, Any], step: int) -> None:
         self._wandb_step = step
-        known = {key: value for key, value in finite.items() if value is not None}
+        known = {key: value for key, value in row.items() if value is not None}
         self._with_wandb(lambda run: run.log(known, step=step))
 
     def _with_wandb(self, tell: Callable[[Any], object]) -> None:
@@ -100,7 +81,7 @@ class Tracker:
             self.event(
                 "wandb",
                 f"Weights & Biases does not answer any more ({type(error).__name__}: {error}) and is told nothing from "
-                f"here on; {Path(self._metrics.name).name} goes on",
+                "here on; metrics.jsonl goes on",
             )
 
     def event(self, kind: str, text: str, **details: object) -> None:
@@ -119,7 +100,7 @@ class Tracker:
         with ExitStack() as stack:  # a full disk fails each, and none may keep the next from its end
             stack.callback(self._events.close)
             stack.callback(self._evaluations.close)
-            stack.callback(self._metrics.close)
+            stack.callback(self._actors.close)
             self._with_wandb(lambda run: run.finish())
             self._wandb = None
 
@@ -130,14 +111,10 @@ class Tracker:
         self.close()
 
 
-def _append(file: TextIO, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Append a row; null stands for what does not apply here, or is not finite. Returns the row."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-    }
-    file.write(json.dumps(finite, allow_nan=False) + "\n")
+def _append(file: TextIO, row: Mapping[str, Any]) -> None:
+    """Append a row; null stands for what does not apply here, or is not finite."""
+    file.write(msgspec.json.encode(row).decode() + "\n")
     file.flush()
-    return finite
 
 
 INIT_TIMEOUT_S = 30.0

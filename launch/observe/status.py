@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,7 +219,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     published: str | None = None
     """Newest published version, as that of an actor."""
     row: dict[str, Any] = {}
-    """The metrics of the newest step, as metrics.jsonl has them; every view reads them here."""
+    """The metrics of the newest step, of metrics.jsonl and actors.jsonl; every view reads them here."""
     lag_mean: float | None = None
     lag_max: int = 0
     max_lag: int | str
@@ -236,8 +236,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     services: list[ProcessStatus] = []
     buffer: BufferStatus | None = None
     lags: dict[str, dict[int, int]] = {}
-    """Pool -> lag -> tokens trained under this command, once for each update that trained them; a step taken again
-    counts once."""
+    """Pool -> lag -> trained tokens, once for each update that trained them; a step taken again counts once."""
     waits: list[str] = []
     tripped: list[str] = []
     events: list[RunEvent] = []
@@ -257,8 +256,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
 class PollResult:
     """What the roles reported at one poll."""
 
-    steps: list[Mapping[str, Any]] = field(default_factory=list)
-    """Reports of steps, each with `restarts`: how often the learner had been started again when it took the step."""
+    steps: Sequence[Mapping[str, Any]] = ()
+    """New rows of metrics.jsonl."""
     learner_waits_for: str = ""
     publishing: str | None = None
     """What keeps published weights from being on disk; empty where nothing does, None where nobody said."""

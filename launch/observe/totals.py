@@ -1,5 +1,5 @@
-"""Arithmetic behind the figures of a run: totals of steps that may be taken again, of actors that may start anew at 0,
-rates, and overlap in time.
+"""Arithmetic behind the figures of a run: sums over rows, counts of actors that may start anew at 0, rates, and overlap
+in time.
 """
 
 from __future__ import annotations
@@ -7,70 +7,73 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 if TYPE_CHECKING:
     from actors.report import ActorReport
 
-Lags = Mapping[str, Mapping[int, int]]
-"""Pool -> lag in versions -> trained tokens."""
+UNKNOWN_POOL = "unknown"
+"""Of tokens whose actor has never reported to this command."""
 ACKNOWLEDGED = ("committed", "duplicate")
 """Outcomes of samples that the buffer has; a duplicate was committed when it came before, and the answer was lost."""
 
 ALL = ("all", "")
 
 
-class _Step(NamedTuple):
-    num_tokens: int
-    lag_total: float
-    lags: Lags
-
-
-class StepTotals:
-    """What counts of each step, so that one that is taken again counts once: as it was taken last."""
+class TrainedTotals:
+    """Sums over rows of metrics.jsonl, one per step; whoever goes back to an earlier step begins anew."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, _Step] = {}
         self.num_tokens = 0
+        self.lag_max = 0
+        self.restarts = 0
+        """Of the newest row."""
+        self.first_mismatch: float | None = None
+        """`mismatch/lag0_abs` of the first row."""
         self._lag_total = 0.0
         self._lags: dict[str, Counter[int]] = {}
-        self.num_redone = 0
-        """Steps taken once more, because a learner was lost before a checkpoint held them."""
+        self._is_empty = True
 
-    def add(self, step: int, num_tokens: int, lag_mean: float, lags: Lags) -> None:
-        """A step trained tokens (0 where it was skipped), with these lags over all its updates.
-
-        What was known of it and of later ones is forgotten.
-        """
-        self.go_back(step - 1)
-        self._steps[step] = _Step(num_tokens, num_tokens * lag_mean, lags)
-        self._count(self._steps[step], 1)
-
-    def go_back(self, step: int) -> None:
-        """Whatever came after this step is taken again."""
-        while self._steps and next(reversed(self._steps)) > step:  # they are in order
-            self._count(self._steps.popitem()[1], -1)
-            self.num_redone += 1
-
-    def _count(self, step: _Step, sign: int) -> None:
-        self.num_tokens += sign * step.num_tokens
-        self._lag_total += sign * step.lag_total
-        for pool, counts in step.lags.items():
-            self._lags.setdefault(pool, Counter()).update({lag: sign * count for lag, count in counts.items()})
+    def add(self, row: Mapping[str, Any]) -> int:
+        """Count a row; return the completion tokens that its step trained."""
+        if self._is_empty:
+            self.first_mismatch, self._is_empty = row.get("mismatch/lag0_abs"), False
+        self.restarts = int(row.get("restarts") or 0)
+        for actor, lags in lags_of(row).items():
+            self._lags.setdefault(actor, Counter()).update(lags)
+        if row["skipped"]:
+            return 0
+        num_tokens = int(row["batch/completion_tokens"])
+        self.num_tokens += num_tokens
+        self._lag_total += num_tokens * (row["lag/token_mean"] or 0.0)
+        self.lag_max = max(self.lag_max, int(row["lag/token_max"]))
+        return num_tokens
 
     @property
     def lag_mean(self) -> float | None:
         """Over all tokens, versions; None before there are any."""
         return self._lag_total / self.num_tokens if self.num_tokens else None
 
-    @property
-    def lags(self) -> dict[str, dict[int, int]]:
-        """Pool -> lag -> trained tokens, in order of the lags; a token counts once for each update that trains it."""
-        return {
-            pool: {lag: counts[lag] for lag in sorted(counts) if counts[lag]} for pool, counts in self._lags.items()
-        }
+    def lags(self, pool_of: Mapping[str, str]) -> dict[str, dict[int, int]]:
+        """Return pool -> lag -> trained tokens, in order of the lags, by the pool of each actor."""
+        found = by_pool(self._lags, pool_of)
+        return {pool: {lag: counts[lag] for lag in sorted(counts)} for pool, counts in found.items()}
+
+
+def lags_of(row: Mapping[str, Any]) -> dict[str, dict[int, int]]:
+    """Return actor -> lag -> trained tokens of a row; empty in rows of an older Leeway."""
+    by_actor = row.get("lag_by_actor") or {}
+    return {actor: {int(lag): num for lag, num in lags.items()} for actor, lags in by_actor.items()}
+
+
+def by_pool(lags: Mapping[str, Mapping[int, int]], pool_of: Mapping[str, str]) -> dict[str, Counter[int]]:
+    """Return pool -> lag -> trained tokens."""
+    found: dict[str, Counter[int]] = {}
+    for actor, counts in lags.items():
+        found.setdefault(pool_of.get(actor, UNKNOWN_POOL), Counter()).update(counts)
+    return found
 
 
 class Rate:

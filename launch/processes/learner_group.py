@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import ray
@@ -18,6 +18,7 @@ from common.files import leftovers
 from common.process import uncollected
 from common.run import RunContext
 from launch.checks import Plan
+from launch.observe.history import Rows
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import stage_pools
 from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacementGroup, spawn
@@ -40,22 +41,15 @@ from learner.config import LearnerConfig, LearnerSections
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import GpuFailed, StageLost
 
-if TYPE_CHECKING:  # with Transformers, which the command of a run needs not
-    from learner.report import Report
-
 GRACE_S = 3.0
 """After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
 notice a death is often a neighbour, which knows of a closed connection only."""
-RESCUE_S = 1.0
-"""How long a learner that is about to be killed may take to hand over the reports of its last steps."""
 
 
 @dataclass(frozen=True)
 class StagePoll:
     """What a stage has to tell."""
 
-    reports: list[Report]
-    """Of the steps since the last question."""
     waiting_for: str
     """Whom training waits for now; empty while it computes."""
     publishing: str
@@ -91,7 +85,7 @@ class StageRole(Role):
         self._stage.run()
 
     def poll(self) -> StagePoll:
-        return StagePoll(self._stage.poll(), self._stage.waiting_for, self._stage.publishing, [*leftovers.values()])
+        return StagePoll(self._stage.waiting_for, self._stage.publishing, [*leftovers.values()])
 
     def request_stop(self) -> None:
         """End `run` after the step at hand, with a checkpoint."""
@@ -154,8 +148,7 @@ class LearnerGroup:
         self._entered_s = 0.0
         self._failed_s: float | None = None
         self._stop_requested = False
-        self._rescued: list[Mapping[str, Any]] = []
-        self._told_step = 0  # the last one that was reported, or that training went on from
+        self._rows: Rows | None = None
         self._told_of: set[str] = set()
         self._resumed: TrainingProgress | None = None
         self._restarts = Restarts(plan.config.launch.max_restarts)
@@ -207,7 +200,7 @@ class LearnerGroup:
         """Begin to train; all ranks are ready."""
         if self._stop_requested:
             self._tell_to_stop()
-        self._told_step = max(steps_in(self._plan.folder.checkpoints), default=0)
+        self._rows = Rows(self._plan.folder.metrics, at_end=True)  # which the coordinator has cut to where it stands
         self._enter(Phase.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
 
     def watch(self) -> None:
@@ -226,11 +219,8 @@ class LearnerGroup:
 
     def poll(self, patience_s: float) -> PollResult:
         """What the learner has to tell, and nothing else; an answer that comes later is taken at the next poll."""
-        if self._rescued:  # alone, for they come before whatever a restarted learner has to tell
-            rows, self._rescued = self._rescued, []
-            return PollResult(rows)
         if self._state in (Phase.MEETING, Phase.SETTING_UP, Phase.READY):
-            return PollResult(learner_waits_for="its stages, which are started again", publishing="")
+            return PollResult(self._new_rows(), learner_waits_for="its stages, which are started again", publishing="")
         resumed, self._resumed = self._resumed, None
         told = self._ask_lead(patience_s)
         return told if resumed is None else replace(told, resumed_at=resumed.step, resumed_version=resumed.version)
@@ -283,8 +273,6 @@ class LearnerGroup:
                 # the learner has set aside what it could not read, so this is where it stands
                 resumed = newest_progress(self._plan.folder.checkpoints)
                 self._resumed = resumed or TrainingProgress(step=0, version=0, incarnation=0)
-                lost = (each for each in self._resumed.unwritten if each["step"] > self._told_step)
-                self._rescued += [{**report, "restarts": self.num_restarts - 1} for report in lost]
                 self._notify("resumed", f"the learner trains on from step {self._resumed.step}")
                 self.begin()
         else:
@@ -378,10 +366,6 @@ class LearnerGroup:
             times = self._restarts.in_a_row
             tried = f", and {times} restarts in a row (launch.max_restarts) led to no new checkpoint" if times else ""
             raise RunFailed(f"{loss.who} {loss.why}{tried}; see {loss.logs}")
-        lead = self._stages[self._lead]
-        if lead not in loss.stages:
-            for _ in range(2):  # an answer that was still owed, and all since
-                self._rescued += self._ask_lead(RESCUE_S).steps
         start = f"checkpoint of step {newest}" if newest >= 0 else "beginning, for there is no checkpoint"
         self._notify(
             "restart", f"{loss.who} {loss.why}: all stages are started again from the {start}; see {loss.logs}"
@@ -396,15 +380,17 @@ class LearnerGroup:
     def _lead(self) -> int:
         return self._config.num_stages - 1
 
+    def _new_rows(self) -> list[dict[str, Any]]:
+        return [] if self._rows is None else list(self._rows.read())
+
     def _ask_lead(self, patience_s: float) -> PollResult:
+        rows = self._new_rows()
         answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, self._notify)
         if answer is None:
-            return PollResult()
+            return PollResult(rows)
         for text in set(answer.leftovers) - self._told_of:
             self._told_of.add(text)
             self._notify("leftover", text)
-        rows: list[Mapping[str, Any]] = [{**report, "restarts": self.num_restarts} for report in answer.reports]
-        self._told_step = max([self._told_step, *(row["step"] for row in rows)])
         return PollResult(rows, answer.waiting_for, answer.publishing)
 
 

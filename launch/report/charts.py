@@ -12,7 +12,7 @@ import msgspec
 
 from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
 from launch.observe.view import commonest
-from launch.report.data import Metrics, Point, RunData, thinned
+from launch.report.data import Point, RunData, thinned
 from launch.report.samples import length_label
 from launch.report.timeline import lanes_of_run, lanes_of_steps
 from launch.text import shortened
@@ -58,14 +58,25 @@ CHARTS = msgspec.convert(
 )
 
 
+def short(value: float | None) -> str:
+    """Return a figure with three digits; a dash for None."""
+    if value is None:
+        return DASH
+    size = abs(value)
+    if value and size < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-")
+    for limit, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= limit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
+
+
 class Curve(NamedTuple):
-    """A curve, or the bars of one set."""
+    """A curve in the legend, with the numbers that stand beside its name."""
 
     name: str
-    points: Sequence[Point]
     color: str
-    numbers: str = ""
-    """What the legend shows of it."""
+    numbers: str
 
 
 class Figure(NamedTuple):
@@ -79,56 +90,36 @@ class Figure(NamedTuple):
     """The chart in words, for readers who do not see it."""
 
 
-def short(value: float) -> str:
-    """Return a figure with three digits."""
-    size = abs(value)
-    if value and size < 1e-3:
-        return f"{value:.0e}".replace("e-0", "e-")
-    for limit, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if size >= limit:
-            return f"{value / unit:.3g}{letter}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
-
-
 def figures(run: RunData) -> list[Figure]:
     """Return the charts of a run; charts of failed samples and of pools are left out if there are none."""
-    found = []
-    for name, chart in CHARTS.items():
-        if name in SPECIAL:
-            figure = SPECIAL[name](run, chart)
-        elif chart.of_pools:
-            figure = _pools(run, chart)
-        else:
-            metrics = zip(COLORS, chart.curves.items(), strict=False)
-            figure = lines(
-                chart, [Curve(name, run.metrics.of(metric), color) for color, (metric, name) in metrics], run
-            )
-        found += [figure] if figure is not None else []
-    return found
+    made = (SPECIAL[name](run, chart) if name in SPECIAL else _metrics(run, chart) for name, chart in CHARTS.items())
+    return [figure for figure in made if figure is not None]
 
 
-def lines(chart: Chart, curves: Sequence[Curve], run: RunData, note: str = "") -> Figure:
+def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], note: str = "") -> Figure:
     """Return a line chart, a logarithmic one if its values span two orders of magnitude and the chart may be."""
-    curves = [curve for curve in curves if curve.points]
-    if not curves:
+    if left := [shortened(name, MAX_NAME) for name in [*curves][len(COLORS) :]]:
+        note = f"Not drawn: {', '.join(left)}."
+    drawn = [(name, color, points) for (name, points), color in zip(curves.items(), COLORS, strict=False) if points]
+    if not drawn:
         return Figure(chart, note=note)
     bound = run.knob(chart.bound)
     if isinstance(bound, int):
-        xs = [x for curve in curves for x, _ in curve.points]
-        ends = dict.fromkeys((min(xs), max(xs)))
-        curves.append(Curve(chart.bound.rpartition(".")[2], [(x, float(bound)) for x in ends], "bound"))
-    values = [y for curve in curves for _, y in curve.points if y > 0]
+        xs = [x for *_, points in drawn for x, _ in points]
+        ends = [(x, float(bound)) for x in dict.fromkeys((min(xs), max(xs)))]
+        drawn.append((chart.bound.rpartition(".")[2], "bound", ends))
+    values = [y for *_, points in drawn for _, y in points if y > 0]
     is_log = chart.may_be_log and bool(values) and max(values) > 100 * min(values)
     series, legend, words = [], [], []
-    for curve in curves:
-        x, y = zip(*curve.points, strict=True)
+    for name, color, points in drawn:
+        x, y = zip(*points, strict=True)
         first, last, least, greatest = map(short, (y[0], y[-1], min(y), max(y)))
-        words.append(f"{curve.name} from {first} to {last}, least {least}, greatest {greatest}")
-        legend.append(curve._replace(numbers=last if first == last else f"{first} → {last}"))
-        is_bound = curve.color == "bound"
+        words.append(f"{name} from {first} to {last}, least {least}, greatest {greatest}")
+        legend.append(Curve(name, color, last if first == last else f"{first} → {last}"))
+        is_bound = color == "bound"
         shape = {"join": is_bound or len(y) >= LEAST_FOR_LINE, "dots": len(y) < FEW and not is_bound}
         shown = [None if is_log and value <= 0 else float(f"{value:.6g}") for value in y]
-        series.append({"name": curve.name, "color": curve.color, "points": [x, shown], **shape})
+        series.append({"name": name, "color": color, "points": [x, shown], **shape})
     plot = {"kind": "lines", "x": chart.x, "log": is_log, "floor": chart.floor, "ceiling": chart.ceiling}
     described = f"{chart.title} ({chart.unit}) by {chart.x}: {'; '.join(words)}"
     return Figure(chart, {**plot, "series": series}, legend, note, described)
@@ -143,68 +134,58 @@ def bars(chart: Chart, labels: Sequence[str], sets: Mapping[str, Sequence[float]
         percents = [round(100 * share, 2) for share in shares]
         most = max(range(len(labels)), key=percents.__getitem__)
         series.append({"name": name, "color": color, "points": [list(range(len(labels))), percents]})
-        legend.append(Curve(name, (), color, f"most at {labels[most]} ({short(percents[most])}%)"))
+        legend.append(Curve(name, color, f"most at {labels[most]} ({short(percents[most])}%)"))
     words = f"{chart.title}, in percent: {'; '.join(f'{each.name} {each.numbers}' for each in legend)}"
     return Figure(chart, {"kind": "bars", "x": chart.x, "labels": labels, "series": series}, legend, note, words)
 
 
-def pools_of(metrics: Metrics) -> list[str]:
+def pools_of(run: RunData) -> list[str]:
     """Return the names of the pools that have metrics."""
-    return sorted({labelled(name)[2] for name in metrics.series if name.startswith(POOL_PREFIX)})
+    return sorted({labelled(name)[2] for name in run.metrics.series if name.startswith(POOL_PREFIX)})
 
 
-def _not_drawn(names: Sequence[str]) -> str:
-    return f"Not drawn: {', '.join(shortened(name, MAX_NAME) for name in names)}." if names else ""
-
-
-def _pools(run: RunData, chart: Chart) -> Figure | None:
-    pools = pools_of(run.metrics)
-    if len(pools) < 2:
-        return None
-    named = zip(COLORS, pools, strict=False)
-    found = [Curve(name, run.metrics.of(f"{POOL_PREFIX}{name}/{chart.of_pools}"), color) for color, name in named]
-    return lines(chart, found, run, _not_drawn(pools[len(COLORS) :]))
+def _metrics(run: RunData, chart: Chart) -> Figure | None:
+    """Return the chart of metrics by name, or of one metric of every pool."""
+    curves = chart.curves
+    if chart.of_pools:
+        curves = {f"{POOL_PREFIX}{pool}/{chart.of_pools}": pool for pool in pools_of(run)}
+        if len(curves) < 2:
+            return None
+    return lines(run, chart, {name: run.metrics.of(metric) for metric, name in curves.items()})
 
 
 def _reward(run: RunData, chart: Chart) -> Figure:
-    parts = [name for name in run.metrics.series if name.startswith(PART_PREFIX)]
-    names = {"reward/mean": "sum" if parts else "reward", **{part: labelled(part)[2] for part in parts}}
-    named = zip(COLORS, names.items(), strict=False)
-    found = [Curve(name, run.metrics.of(metric), color) for color, (metric, name) in named]
-    return lines(chart, found, run, _not_drawn([labelled(part)[2] for part in parts[len(COLORS) - 1 :]]))
+    parts = {labelled(name)[2]: run.metrics.of(name) for name in run.metrics.series if name.startswith(PART_PREFIX)}
+    return lines(run, chart, {"sum" if parts else "reward": run.metrics.of("reward/mean"), **parts})
 
 
 def _accuracy(run: RunData, chart: Chart) -> Figure:
-    found = []
-    for color, which in zip(COLORS, ("greedy", "sampled"), strict=False):
-        values = [(float(each.policy_version), getattr(each, which)) for each in run.events.evaluations]
-        found.append(Curve(which, sorted((x, y) for x, y in values if y is not None), color))
-    return lines(chart, found, run)
+    values = {
+        which: [(float(each.policy_version), getattr(each, which)) for each in run.events.evaluations]
+        for which in ("greedy", "sampled")
+    }
+    return lines(run, chart, {name: sorted(p for p in points if p[1] is not None) for name, points in values.items()})
 
 
 def _failed(run: RunData, chart: Chart) -> Figure | None:
     if not run.num_failed:
         return None
-    found = []
-    for color, (kind, name) in zip(COLORS, FAILED.items(), strict=False):
-        points = run.metrics.percent(f"buffer/{kind}", "buffer/issued")
-        if kind == "failed" or any(y for _, y in points):
-            found.append(Curve(name, points, color))
+    shares = {kind: run.metrics.percent(f"buffer/{kind}", "buffer/issued") for kind in FAILED}
+    shown = {FAILED[kind]: all_of for kind, all_of in shares.items() if kind == "failed" or any(y for _, y in all_of)}
     why = commonest(run.failed_by_reason)
-    return lines(chart, found, run, f"{why}." if why else "")
+    return lines(run, chart, shown, f"{why}." if why else "")
 
 
 def _queue(run: RunData, chart: Chart) -> Figure:
     timeline = run.timeline
     points = [] if timeline is None else [(at_s - timeline.start_s, count) for at_s, count in timeline.ready]
-    return lines(chart, [Curve("ready", thinned(points), COLORS[0])], run)
+    return lines(run, chart, {"ready": thinned(points)})
 
 
 def _lags(run: RunData, chart: Chart) -> Figure:
     lags = sum((Counter(of_pool) for of_pool in run.status.lags.values()), Counter()) if run.status else Counter[int]()
     labels = [str(lag) for lag in range(1 + max(lags, default=-1))]
-    tokens = {"tokens": [lags[lag] / lags.total() for lag in range(len(labels))]}
-    return bars(chart, labels, tokens, "Of all tokens that the last command of the run trained." if labels else "")
+    return bars(chart, labels, {"tokens": [lags[lag] / lags.total() for lag in range(len(labels))]})
 
 
 def _lengths(run: RunData, chart: Chart) -> Figure:

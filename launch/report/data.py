@@ -151,8 +151,6 @@ class RunData:
     seen: StatusView | None = None
     timeline: Timeline | None = None
     buffer: BufferData | None = None
-    prediction: Mapping[str, Any] = field(default_factory=dict)
-    """What a plan predicted of the run; empty if it had none."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
 
@@ -225,7 +223,6 @@ def collect(folder: RunFolder) -> RunData:
         _read_status,
         _read_timeline,
         _read_buffer,
-        _read_prediction,
     ):
         try:
             read(folder, run)
@@ -268,10 +265,13 @@ def _read_config(folder: RunFolder, run: RunData) -> None:
 
 
 def _read_metrics(folder: RunFolder, run: RunData) -> None:
+    of_actors = {}
+    if folder.actors.exists():  # a run of an older Leeway has all columns in metrics.jsonl
+        of_actors = {row.get("step"): row for row in _json_lines(folder.actors, run)}
     for row in _json_lines(folder.metrics, run):
         # rows of an evaluation have a step too, and no version of the learner
         if isinstance(row.get("step"), int) and isinstance(row.get("version"), int):
-            run.metrics.take_in(row)
+            run.metrics.take_in(row | of_actors.get(row["step"], {}))
     if not run.metrics.num_steps:
         run.missing.append("metrics.jsonl has no step yet, so there are no curves.")
 
@@ -300,11 +300,6 @@ def _read_timeline(folder: RunFolder, run: RunData) -> None:
     run.timeline = read_timeline(folder.timeline)
     if run.timeline is None:
         run.missing.append("timeline.json is empty, so there is no timeline.")
-
-
-def _read_prediction(folder: RunFolder, run: RunData) -> None:
-    if folder.prediction.exists():
-        run.prediction = msgspec.json.decode(folder.prediction.read_bytes(), type=dict[str, Any])
 
 
 def _read_buffer(folder: RunFolder, run: RunData) -> None:

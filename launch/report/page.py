@@ -9,7 +9,7 @@ from importlib import resources
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -22,20 +22,23 @@ from launch.report.charts import DASH, Figure, figures, pools_of, short
 from launch.report.data import TIMES, RunData
 from launch.text import duration, printable, share_of
 
-QUESTIONS = {
-    "learning": "Is it learning?",
-    "health": "Is it healthy?",
-    "waiting": "Who waits for what?",
-    "lag": "Does the lag hurt?",
-}
 MAX_REASONS, MAX_REASON = 40, 300
 """Reasons why samples failed on the page, and characters of each."""
 OUTSIDE = ("duplicates", "late", "fenced", "quarantined_outside")
 LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 20
 """Thresholds of the answers: share of the time, effective shares of a batch, and rows of steps."""
-
-
-# --- the page -----------------------------------------------------------------------------------------
+POOL_COLUMNS = {
+    "tokens_per_s": "tokens/s",
+    "slots_used": "slots used",
+    "step_ms": "ms a token",
+    "queued_ms": "ms queued",
+    "kv_usage": "cache",
+    "preempted": "preempted",
+    "tokens_lost": "tokens lost",
+    "lag_mean": "lag",
+    "mismatch_lag0_abs": "mismatch",
+}
+"""Metrics of a pool -> their columns in the table."""
 
 
 def render(run: RunData) -> str:
@@ -45,21 +48,19 @@ def render(run: RunData) -> str:
     charts = figures(run)
     drawn = [each for each in charts if each.plot is not None]
     plots = json.dumps([each.plot for each in drawn], separators=(",", ":"), allow_nan=False)
-    pages = {name: Markup(_resource(name)) for name in ("uplot.css", "page.css", "uplot.js", "page.js")}
     return environment.from_string(_resource("page.html")).render(
         run=run,
         verdict=_verdict(run),
-        resources=pages,
+        resources={name: Markup(_resource(name)) for name in ("uplot.css", "page.css", "uplot.js", "page.js")},
         plots=Markup(plots.replace("<", "\\u003c")),
         drawn=drawn,
         parts=[Question.of(run, name, charts) for name in QUESTIONS],
-        seconds=_seconds(run),
+        seconds=[(TIMES[name], percent) for name, percent in _percents(run).items() if percent > 0],
         pool_columns=["actors", "precision", *POOL_COLUMNS.values()],
         pools=pool_rows(run),
         actors=actor_rows(run),
         ledger=ledger_rows(run),
         reasons=reasons(run),
-        plan=plan_rows(run),
         sections=list(sections(run)),
         made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
@@ -108,10 +109,6 @@ def _percent(share: float | None) -> str:
     return DASH if share is None else f"{100 * share:.0f}%"
 
 
-def _number(value: float | None) -> str:
-    return DASH if value is None else short(value)
-
-
 # --- the four answers ---------------------------------------------------------------------------------
 
 
@@ -141,15 +138,13 @@ def _health(run: RunData) -> str:
 
 
 def _waiting(run: RunData) -> str:
-    learner, actors = _waiting_share(run), _policy_share(run) or 0.0
+    learner, actors = _waits(run)
     if learner is None:
         return "Not known yet: no step was taken."
-    shares = (
-        f"the learner waits {_percent(learner)} of the time for batches, and an actor {_percent(actors)} for weights."
-    )
-    longest = max(learner, actors)
+    shares = f"the learner waits {_percent(learner)} of the time for batches, an actor {_percent(actors)} for weights"
+    longest = max(learner, actors or 0.0)
     said = "Neither side waits long" if longest < LONG_WAIT else "The learner" if learner == longest else "The actors"
-    return f"{said}: {shares}"
+    return f"{said}: {shares}."
 
 
 def _lag_hurts(run: RunData) -> str:
@@ -161,7 +156,12 @@ def _lag_hurts(run: RunData) -> str:
     return f"{said}: {_percent(ess)} of a batch is effective{lag}."
 
 
-# --- figures and tables -------------------------------------------------------------------------------
+QUESTIONS = {
+    "learning": ("Is it learning?", _learning),
+    "health": ("Is it healthy?", _health),
+    "waiting": ("Who waits for what?", _waiting),
+    "lag": ("Does the lag hurt?", _lag_hurts),
+}
 
 
 class Question(NamedTuple):
@@ -175,9 +175,12 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, run: RunData, name: str, charts: Sequence[Figure]) -> Question:
-        answer = {"learning": _learning, "health": _health, "waiting": _waiting, "lag": _lag_hurts}[name](run)
+        question, answer = QUESTIONS[name]
         in_part = [tile for tile in tiles(run) if tile.part == name]
-        return cls(name, QUESTIONS[name], answer, in_part, [each for each in charts if each.chart.part == name])
+        return cls(name, question, answer(run), in_part, [each for each in charts if each.chart.part == name])
+
+
+# --- figures and tables -------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
@@ -194,39 +197,39 @@ class Tile(NamedTuple):
 def tiles(run: RunData) -> list[Tile]:
     """Return the headline figures; a dash stands for one that is not known."""
     metrics, status, overlap = run.metrics, run.status, run.metrics.of("overlap/frac")
-    generated, trained = (metrics.mean(f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
+    generated, trained = (short(metrics.mean(f"perf/{what}_tokens_per_s")) for what in ("generated", "trained"))
     took = f" in {duration(status.wall_s)}" if status is not None and status.wall_s else ""
     end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
-    tone = {"finished": "good", "failed": "bad"}.get(run.ended, "")
-    found = [
-        _reward(run),
-        _accuracy(run, "greedy"),
-        _accuracy(run, "sampled"),
-        Tile("health", "End", run.ended, end, tone),
-        Tile("health", "Ledger gap", DASH, "no step"),
-        Tile("waiting", "Tokens per second", _number(generated), f"generated; {_number(trained)} trained"),
-        Tile("waiting", "Overlap", _percent(overlap[-1][1] if overlap else None), "of step time, actors generated"),
-        Tile("waiting", "Learner waits", _percent(_waiting_share(run)), "of its time, for a batch"),
-        Tile("waiting", "Actors wait", _percent(_policy_share(run)), "of the learner's time, for weights"),
-        Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),
-    ]
+    gap, lag = Tile("health", "Ledger gap", DASH, "no step"), Tile("lag", "Lag", DASH, "no step")
     if status is not None and status.step:
-        gap = status.ledger_gap
-        found[4] = Tile("health", "Ledger gap", str(gap), "samples unaccounted for", "bad" if gap else "good")
-    if run.num_failed:
-        issued = (run.ledger or {}).get("issued", 0)
-        why = f": {commonest(run.failed_by_reason, 2)}" if run.failed_by_reason else ""
-        detail = f"{run.num_failed:,} of {issued:,}{why}"
-        found.append(Tile("health", "Failed samples", share_of(run.num_failed, issued), detail, "bad"))
-    if status is None or status.lag_mean is None:
-        return [*found, Tile("lag", "Lag", DASH, "no step")]
-    bound = status.max_lag if isinstance(status.max_lag, int) else None
-    detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
-    tone = "bad" if bound is not None and status.lag_max > bound else ""
-    return [*found, Tile("lag", "Lag, mean", f"{status.lag_mean:.2f}", detail, tone)]
+        tone = "bad" if status.ledger_gap else "good"
+        gap = Tile("health", "Ledger gap", str(status.ledger_gap), "samples unaccounted for", tone)
+    if status is not None and status.lag_mean is not None:
+        bound = status.max_lag if isinstance(status.max_lag, int) else None
+        detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
+        tone = "bad" if bound is not None and status.lag_max > bound else ""
+        lag = Tile("lag", "Lag, mean", f"{status.lag_mean:.2f}", detail, tone)
+    failed, issued = run.num_failed, (run.ledger or {}).get("issued", 0)
+    why = f": {commonest(run.failed_by_reason, 2)}" if run.failed_by_reason else ""
+    of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]
+    learner, actors = map(_percent, _waits(run))
+    return [
+        _reward_tile(run),
+        _accuracy_tile(run, "greedy"),
+        _accuracy_tile(run, "sampled"),
+        Tile("health", "End", run.ended, end, {"finished": "good", "failed": "bad"}.get(run.ended, "")),
+        gap,
+        *(of_failed if failed else []),
+        Tile("waiting", "Tokens per second", generated, f"generated; {trained} trained"),
+        Tile("waiting", "Overlap", _percent(overlap[-1][1] if overlap else None), "of step time, actors generated"),
+        Tile("waiting", "Learner waits", learner, "of its time, for a batch"),
+        Tile("waiting", "Actors wait", actors, "of the learner's time, for weights"),
+        Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),
+        lag,
+    ]
 
 
-def _accuracy(run: RunData, which: str) -> Tile:
+def _accuracy_tile(run: RunData, which: str) -> Tile:
     name, evaluations = f"Accuracy, {which}", run.events.evaluations
     before, *others = [getattr(each, which) for each in evaluations] or [None]
     after = others[-1] if others else None
@@ -238,61 +241,41 @@ def _accuracy(run: RunData, which: str) -> Tile:
     return Tile("learning", name, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f} on {held_out}")
 
 
-def _reward(run: RunData) -> Tile:
+def _reward_tile(run: RunData) -> Tile:
     series = run.metrics.series.get("reward/mean")
     if series is None:
         return Tile("learning", "Reward", DASH, "no step")
     first, last = map(fmean, series.ends())
-    detail = "mean of the first and the last tenth of steps"
-    return Tile("learning", "Reward", f"{first:.3f} → {last:.3f}", detail)
+    return Tile("learning", "Reward", f"{first:.3f} → {last:.3f}", "mean of the first and the last tenth of steps")
 
 
-def _waiting_share(run: RunData) -> float | None:
-    """Return the share of its time that the learner waits for batches."""
+def _percents(run: RunData) -> dict[str, float]:
+    """Return what the learner's time was spent on, by `TIMES`, in percent; empty without a step."""
     seconds = run.metrics.seconds
     total = sum(seconds.values())
-    return seconds["wait_for_batch"] / total if total else None
+    return {name: 100 * each / total for name, each in seconds.items()} if total else {}
 
 
-def _policy_share(run: RunData) -> float | None:
-    """Return the share of the learner's time that an actor waits for weights, mean over the actors."""
+def _waits(run: RunData) -> tuple[float | None, float | None]:
+    """Return the shares of the learner's time that it waits for batches, and that an actor waits for weights."""
     total = sum(run.metrics.seconds.values())
-    return run.metrics.total("time/wait_for_policy") / total if total else None
-
-
-def _seconds(run: RunData) -> list[tuple[str, float]]:
-    """Return what the learner's time was spent on, in percent."""
-    seconds = run.metrics.seconds
-    total = sum(seconds.values())
-    return [(TIMES[name], 100 * each / total) for name, each in seconds.items() if each > 0]
-
-
-POOL_COLUMNS = {
-    "tokens_per_s": "tokens/s",
-    "slots_used": "slots used",
-    "step_ms": "ms a token",
-    "queued_ms": "ms queued",
-    "kv_usage": "cache",
-    "preempted": "preempted",
-    "tokens_lost": "tokens lost",
-    "lag_mean": "lag",
-    "mismatch_lag0_abs": "mismatch",
-}
-"""Metrics of a pool -> their columns in the table."""
+    names = ("time/wait_for_batch", "time/wait_for_policy")
+    of_batch, of_policy = (run.metrics.total(name) / total if total else None for name in names)
+    return of_batch, of_policy
 
 
 def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
     """Return the means of every pool over the steps; of what counts up, the last value."""
     rows = []
-    for pool in pools_of(run.metrics):
+    for pool in pools_of(run):
         actors = run.metrics.of(f"{POOL_PREFIX}{pool}/actors")
         dtype = run.knob(f"pools.{pool}.dtype") or run.knob("actors.dtype") or DASH
-        cells = [short(actors[-1][1]) if actors else DASH, dtype]
+        cells = [short(actors[-1][1] if actors else None), dtype]
         for what in POOL_COLUMNS:
             name = f"{POOL_PREFIX}{pool}/{what}"
             points = run.metrics.of(name)
             is_count = what in ("preempted", "tokens_lost")
-            cells.append(_number(points[-1][1] if is_count and points else run.metrics.mean(name)))
+            cells.append(short(points[-1][1] if is_count and points else run.metrics.mean(name)))
         rows.append((pool, cells))
     return rows
 
@@ -301,49 +284,9 @@ def actor_rows(run: RunData) -> list[tuple[str, list[str]]]:
     """Return what the status knows of every actor."""
     return [
         (each.name, [each.pool, printable(each.state, 80), each.version or DASH, f"{each.acknowledged:,}",
-                     f"{each.restarts}", _number(each.mismatch_lag0_abs)])
+                     f"{each.restarts}", short(each.mismatch_lag0_abs)])
         for each in (run.status.actors if run.status is not None else ())
     ]  # fmt: skip
-
-
-PREDICTED = {
-    "samples_per_s": ("samples trained per second", 1.0),
-    "step_s": ("seconds of a step", 1.0),
-    "token_s": ("milliseconds of a token in an engine", 1e3),
-    "learner_busy": ("learner busy, share of time", 1.0),
-    "slots_used": ("slots used, share", 1.0),
-    "drop_share": ("samples dropped as stale, share", 1.0),
-    "lag_mean": ("age of a group at its step, versions", 1.0),
-}
-"""Figures of prediction.json -> what they are, and the factor of the unit that they are shown in."""
-
-
-def plan_rows(run: RunData) -> list[tuple[str, str, str, str]]:
-    """Return what a plan predicted, what was measured, and how far that is off; empty if the run had no plan."""
-    found, rows = measured(run), []
-    for key, (name, factor) in PREDICTED.items():
-        predicted, value = run.prediction.get(key), found.get(key)
-        if not isinstance(predicted, int | float):
-            continue
-        off = f"{100 * (value / predicted - 1):+.0f}%" if value is not None and predicted else DASH
-        rows.append((name, short(factor * predicted), DASH if value is None else short(factor * value), off))
-    return rows
-
-
-def measured(run: RunData) -> dict[str, float]:
-    """Return the figures of a plan as the run had them, mean over its steps."""
-    mean = run.metrics.mean
-    step_s, wait_s, samples = (mean(name) for name in ("time/step", "time/wait_for_batch", "batch/trajectories"))
-    found = {"step_s": step_s, "lag_mean": mean("buffer/age_at_use")}
-    if step_s and wait_s is not None and samples is not None:
-        found |= {"samples_per_s": samples / (step_s + wait_s), "learner_busy": step_s / (step_s + wait_s)}
-    pools = [f"{POOL_PREFIX}{pool}" for pool in pools_of(run.metrics)]
-    for what, key, factor in (("step_ms", "token_s", 1e-3), ("slots_used", "slots_used", 1.0)):
-        means = [each for pool in pools if (each := mean(f"{pool}/{what}")) is not None]
-        found[key] = factor * fmean(means) if means else None
-    if committed := (run.ledger or {}).get("committed"):
-        found["drop_share"] = (run.ledger or {}).get("dropped_stale", 0) / committed
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def ledger_rows(run: RunData) -> list[tuple[str, str, str]]:
@@ -364,16 +307,10 @@ def reasons(run: RunData) -> list[tuple[str, int]]:
     return sorted(((reason[:MAX_REASON], count) for reason, count in found), key=lambda each: -each[1])[:MAX_REASONS]
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a config with their values, as text."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and (not prefix or prefix.startswith("pools.")):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)
-
-
 def sections(run: RunData) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the sections of the config with their keys and values, as text; those of pools have dotted keys."""
     for section, values in run.config.items():
+        if section == "pools":
+            values = {f"{pool}.{key}": value for pool, keys in values.items() for key, value in keys.items()}
         if isinstance(values, Mapping) and values:
-            yield section, list(flat(values, f"{section}." if section == "pools" else ""))
+            yield section, [(key, json.dumps(each, ensure_ascii=False, default=str)) for key, each in values.items()]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch.observe.history import joined
+from launch.run_folder import RunFolder
 from tests.faults import hosts as machines
 from tests.faults.cluster import SCRIPT, Cluster, end
 
@@ -44,7 +46,7 @@ def test_a_run_across_three_hosts_trains_though_those_of_the_actors_do_not_see_i
     assert done.returncode == 0, done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["num_steps"], summary["ledger_gap"], summary["trained_trajectories"]) == (8, 0, 8 * 64), said
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [*joined(RunFolder(run))]
     exact, fast = (newest(rows, f"pool/{pool}/mismatch_lag0_abs") for pool in ("exact", "fast"))
     assert exact < 1e-4 < fast, "a pool does not serve in its own precision"
     for host in hosts:

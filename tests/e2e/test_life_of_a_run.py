@@ -312,7 +312,7 @@ def test_actors_come_and_go(run: Life, capsys):
     left = [each["text"] for each in run.events("left")]
     assert len(left) == 2
     run.wait_for_steps(3)
-    after = run.steps()[-1]
+    after = run.wait_for("the actors' columns", lambda: [row for row in run.steps() if "overlap/frac" in row])[-1]
     if FULL or "lost" not in " ".join(left):
         assert after["buffer/failed_lease"] == before["buffer/failed_lease"]
         assert after["pool/first/tokens_lost"] == 0

@@ -201,6 +201,7 @@ class LearnerRun:
         """
         self.folder = folder
         make_model(folder / "model", **model)
+        (folder / "metrics.jsonl").touch()
         facts = facts_of(updates_per_step)
         if recorded is not None:
             facts = facts_of(updates_per_step, max_lag=MANY)

@@ -78,7 +78,7 @@ def context_of(orders: dict) -> RunContext:
 
 
 def keep_reports(path: Path) -> None:
-    """Write the coordinator's reports down at once: those that wait to be polled die with it."""
+    """Keep the rows of steps that are trained again, which metrics.jsonl does not."""
     make = stage_file.step_report
 
     def make_and_keep(*args, **kwargs):

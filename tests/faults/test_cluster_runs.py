@@ -12,7 +12,9 @@ import pytest
 
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
+from launch.observe.history import joined
 from launch.observe.status import read_status
+from launch.run_folder import RunFolder
 from tests.faults import hosts as machines
 from tests.faults import results
 from tests.faults.cluster import Cluster, end
@@ -81,7 +83,7 @@ def two_stage_hosts(folder: Path) -> str:
 def outcome_of(run: Path, said: str) -> Outcome:
     """What a run that ended well showed; nothing that was acknowledged is lost."""
     summary = json.loads((run / "summary.json").read_text())
-    rows = [row for row in json_rows(run / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in joined(RunFolder(run)) if "loss" in row]
     with Inspection.open(run / "buffer") as inspection:
         num_committed = inspection.totals().ledger["committed"]
         export(inspection, run / "trajectories.parquet")

@@ -90,12 +90,12 @@ config = load_config(Path("examples/demo.toml"), ["--tracking.wandb", "offline"]
 folder = RunFolder(Path(sys.argv[1]))
 folder.create(config)
 with Tracker(config, folder) as tracker:
-    tracker.step({"a": 1}, 1)
+    tracker.step({"step": 1, "actors/waiting": 1})
     (service,) = psutil.Process().children()
     service.kill()
     service.wait(60)
     for step in (2, 3):
-        tracker.step({"a": step}, step)
+        tracker.step({"step": step, "actors/waiting": step})
     tracker.summary({"b": 1})
 """
 
@@ -111,8 +111,8 @@ def test_a_run_goes_on_when_the_process_of_wandb_is_killed_and_says_so_once(tmp_
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["a"] for row in rows] == [1, 2, 3]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "actors.jsonl").read_text().splitlines()]
+    assert [row["actors/waiting"] for row in rows] == [1, 2, 3]
     (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert event["kind"] == "wandb"
     assert "does not answer any more" in event["text"]

@@ -1,8 +1,6 @@
 """A learner whose ranks do as a test says: pending calls, no process, a clock of its own."""
 
 import dataclasses
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,8 +72,9 @@ class Learner:
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "kill", lambda rank, no_restart: setattr(rank, "is_killed", True))
         plan = check(load_config(DEMO, ["--launch.max_restarts", "2", *overrides]), folder / "run")
-        self.checkpoints = plan.folder.checkpoints
+        self.folder, self.checkpoints = plan.folder, plan.folder.checkpoints
         self.checkpoints.mkdir(parents=True)
+        self.folder.metrics.touch()
         self.context = dataclasses.replace(
             plan.context(folder, plan.model),
             buffer_address="tcp://buffer:1",
@@ -125,11 +124,11 @@ class Learner:
         write_checkpoint(self.checkpoints, step)
 
 
-def write_checkpoint(folder: Path, step: int, reports: Sequence[dict] = ()) -> Path:
+def write_checkpoint(folder: Path, step: int) -> Path:
     """What the command reads of one: its document. Every step of this learner makes two versions."""
     path = folder / f"step-{step:08d}"
     path.mkdir()
-    progress = TrainingProgress(step, 2 * step, 0, reports=tuple(map(json.dumps, reports)))
+    progress = TrainingProgress(step, 2 * step, 0)
     meta = CheckpointMeta(progress, num_stages=2, num_replicas=1, model="", files={})
     (path / META_NAME).write_bytes(meta.encode())
     return path

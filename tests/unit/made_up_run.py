@@ -14,6 +14,7 @@ from launch.checks import Plan, check
 from launch.config import load_config
 from launch.observe.status import ProcessStatus
 from launch.observe.trace import Event
+from launch.run_folder import RunFolder
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -68,6 +69,11 @@ def step_row(step: int, num_tokens: int, lag: float, **fields: object) -> dict:
         "buffer/ledger_gap": 0,
         **fields,
     }
+
+
+def write_rows(folder: RunFolder, *rows: dict) -> None:
+    """metrics.jsonl, as the learner's coordinator leaves it."""
+    folder.metrics.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def write_generation(folder: Path, spans: list[tuple[str, float, float, dict]]) -> None:

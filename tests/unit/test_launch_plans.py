@@ -67,8 +67,7 @@ def test_a_plan_is_better_than_the_config_and_is_one_that_runs(tmp_path):
     best = planner.find(say)[0]
     assert best.prediction.samples_per_s > 1.2 * planner.as_it_is().samples_per_s
     plans.write_plan(tmp_path / "plan.toml", best, tmp_path / "profile.json")
-    overrides, prediction = read_plan(tmp_path / "plan.toml")
-    assert prediction == best.prediction
+    overrides = read_plan(tmp_path / "plan.toml")
     config = load_config(DEMO, overrides)
     assert config.actors.num_actors == best.keys["actors.num_actors"]
     assert (config.learner.num_stages, config.learner.schedule) == (

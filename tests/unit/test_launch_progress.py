@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,6 +11,7 @@ from actors.report import ActorReport, WeightUpdate
 from buffer.lengths import LengthFidelity
 from common.staleness import PolicyVersion
 from launch.config import Config
+from launch.observe.history import Rows, joined
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy, PollResult
@@ -20,6 +20,7 @@ from launch.run_folder import RunFolder
 from planning.costs import Moments
 from tests.unit.made_up_run import report as made_up_report
 from tests.unit.made_up_run import status as made_up_status
+from tests.unit.made_up_run import write_rows
 
 
 def report(name: str, num_tokens: int, pause_s: list[float]) -> ActorReport:
@@ -73,23 +74,17 @@ def test_mean_lag_is_over_completion_tokens_not_over_steps(observer):
     assert (written.lag_mean, written.lag_max) == (pytest.approx(3.0), 4)
 
 
-def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(observer):
+def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(observer, tmp_path):
     observer.take_in(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0), step_row(3, 600, 4.0)]))
+    write_rows(RunFolder(tmp_path), step_row(1, 100, 0.0))
     observer.take_in(PollResult(resumed_at=1, resumed_version=1))
     written = observer.polled()
     assert (written.step, written.version, written.lag_mean) == (1, 1, 0.0)
     rows = observer.take_in(PollResult(steps=[step_row(2, 100, 2.0)]))
     assert [row["step"] for row in rows] == [2]
-    written, totals = observer.polled(), observer.totals
+    written = observer.polled()
     assert written.lag_mean == pytest.approx(1.0)
-    assert (written.learner.restarts, written.steps_redone, totals.num_redone) == (1, 2, 2)
-
-
-def test_a_learner_that_goes_back_further_than_was_said_is_believed(observer):
-    observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 7)]))
-    observer.take_in(PollResult(resumed_at=5))  # the newest checkpoint turned out to be damaged
-    observer.take_in(PollResult(steps=[step_row(4, 100, 4.0)]))
-    assert (observer.status.step, observer.totals.lag_mean) == (4, pytest.approx(1.0))
+    assert (written.learner.restarts, written.steps_redone, written.trained_tokens) == (1, 2, 200)
 
 
 def test_the_summary_stands_where_a_restarted_learner_has_nothing_left_to_do(observer):
@@ -171,8 +166,7 @@ def test_tokens_per_second_are_those_of_the_last_steps_however_long_a_step_is(co
     for step in range(1, 12):
         times = {"started_s": now[0] + step_s / 4, "finished_s": now[0] + step_s, "time/wait_for_batch": step_s / 4}
         now[0] += step_s
-        (row,) = observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) | times]))
-        assert row["perf/trained_tokens_per_s"] == pytest.approx(100 / step_s), step
+        observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) | times]))
     assert observer.polled().learner.tokens_per_s == pytest.approx(100 / step_s)
     now[0] += 100 * step_s
     assert observer.polled().learner.tokens_per_s < 10 / step_s, "the learner stands still"
@@ -208,55 +202,37 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_step_that_is_taken_again_has_one_row_in_the_file_and_wandb_keeps_the_first(config, tmp_path):
+def test_a_step_that_is_taken_again_stays_in_wandb_as_it_was_first_and_its_newest_columns_count(config, tmp_path):
     folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
         tracker._wandb = wandb = RecordedRun()
-        for step in (2, 4, 6):
-            tracker.step({"loss": 1.0, "restarts": 0}, step)
-        tracker.go_back(3)
-        assert [row["step"] for row in read(folder.metrics)] == [2]
-        for step in (4, 6, 8):
-            tracker.step({"loss": 1.0, "restarts": 1}, step)
-    rows = read(folder.metrics)
-    assert [(row["step"], row["restarts"]) for row in rows] == [(2, 0), (4, 1), (6, 1), (8, 1)]
-    assert wandb.steps == [2, 4, 6, 6, 8]
-
-
-def test_a_step_whose_row_died_with_the_launcher_gets_it_from_the_checkpoint(config, tmp_path):
-    folder = RunFolder(tmp_path)
-    reports = [{"step": step, "loss": step / 8} for step in (3, 4, 5)]
-    folder.metrics.write_text("".join(f'{{"step": {n}, "loss": 9.0, "restarts": 2}}\n' for n in (1, 2, 3)))
-    with Tracker(config, folder) as tracker:
-        kept = [*tracker.go_back(5, reports)]
-        tracker.step({"loss": 0.0, "restarts": 3}, 6)
-    assert kept == read(folder.metrics)[:-1]
-    assert [(row["step"], row["loss"], row["restarts"]) for row in read(folder.metrics)] == [
-        *((1, 9.0, 2), (2, 9.0, 2), (3, 9.0, 2)),
-        *((4, 0.5, 2), (5, 0.625, 2), (6, 0.0, 3)),
+        for step, restarts in ((2, 0), (4, 0), (6, 0), (4, 1), (6, 1), (8, 1)):
+            tracker.step({"step": step, "restarts": restarts, "loss": 1.0, "actors/waiting": restarts})
+    assert read(folder.actors)[-1] == {"step": 8, "actors/waiting": 1}, "the learner writes the others"
+    write_rows(folder, *({"step": step, "loss": 1.0} for step in (2, 4, 6, 8, 10)))
+    assert [(row["step"], row.get("actors/waiting")) for row in joined(folder)] == [
+        *((2, 0), (4, 1), (6, 1), (8, 1), (10, None)),
     ]
+    assert wandb.steps == [2, 4, 6, 6, 8]
+    with Tracker(config, folder, last_step=8) as tracker:
+        tracker._wandb = wandb = RecordedRun()
+        for step in (7, 8):
+            tracker.step({"step": step})
+    assert wandb.steps == [8]
 
 
-def test_rows_that_an_older_leeway_wrote_twice_and_its_evaluations_leave_one_row_a_step(config, tmp_path):
-    folder = RunFolder(tmp_path)
-    old = [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (4, 1)]
-    lines = [json.dumps({"step": step, "loss": 0.5, "restarts": restarts}) for step, restarts in old]
-    folder.metrics.write_text("\n".join([*lines, '{"step": 4, "eval/accuracy_greedy": 0.5}']) + "\n")
-    with Tracker(config, folder) as tracker:
-        tracker.go_back(3)
-    assert [(row["step"], row["restarts"]) for row in read(folder.metrics)] == [(1, 0), (2, 1), (3, 1)]
-
-
-def test_rows_stay_where_the_disk_has_no_room_for_those_that_are_to_be_left(config, tmp_path, monkeypatch):
-    folder = RunFolder(tmp_path)
-    with Tracker(config, folder) as tracker:
-        for step in (2, 4, 6):
-            tracker.step({"loss": 1.0, "restarts": 0}, step)
-        before = folder.metrics.read_bytes()
-        monkeypatch.setattr("os.fsync", MagicMock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(OSError, match="No space"):
-            tracker.go_back(2)
-        assert folder.metrics.read_bytes() == before
+def test_rows_are_read_as_they_come_and_a_line_that_is_not_whole_yet_is_left(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = Rows(path)
+    assert [*rows.read()] == []
+    path.write_text('{"step": 1}\n{"step"')
+    assert [*rows.read()] == [{"step": 1}]
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert [*rows.read()] == [{"step": 2}]
+    assert [*Rows(path, at_end=True).read()] == []
+    path.write_text('{"step": 1}\n{"step"\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl has a line that is no JSON"):
+        [*Rows(path).read()]
 
 
 def accuracy(greedy: float, version: int = 0, start: int = 0) -> Accuracy:
@@ -270,7 +246,7 @@ def test_an_evaluation_of_a_learner_that_went_back_reaches_wandb_at_the_newest_s
     with Tracker(config, RunFolder(tmp_path)) as tracker:
         tracker._wandb = wandb = RecordedRun()
         for step in (2, 4, 2):
-            tracker.step({"loss": 1.0}, step)
+            tracker.step({"step": step, "loss": 1.0})
         tracker.evaluated(accuracy(0.5), 3, 1.0)
         tracker.evaluated(accuracy(0.6), 5, 2.0)
     assert wandb.steps == [2, 4, 4, 5]
@@ -294,6 +270,5 @@ def test_an_evaluation_is_a_row_of_numbers_in_a_file_of_its_own(config, tmp_path
 def test_what_is_not_finite_is_null(config, tmp_path):
     folder = RunFolder(tmp_path)
     with Tracker(config, folder) as tracker:
-        tracker.step({"loss": 1.0}, 1)
-        tracker.step({"loss": float("nan"), "lr": 0.5}, 2)
-    assert read(folder.metrics)[1:] == [{"step": 2, "loss": None, "lr": 0.5}]
+        tracker.step({"step": 1, "overlap/frac": float("nan"), "actors/waiting": 2})
+    assert read(folder.actors) == [{"step": 1, "overlap/frac": None, "actors/waiting": 2}]

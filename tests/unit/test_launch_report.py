@@ -17,9 +17,9 @@ from launch.config import Config
 from launch.mistakes import models_of
 from launch.observe.metrics import METRICS
 from launch.observe.status import read_status, write_status
-from launch.report.charts import CHARTS, DASH, Curve, figures, lines, short
+from launch.report.charts import CHARTS, figures, lines, short
 from launch.report.data import MAX_BUCKETS, RunData, Series, collect
-from launch.report.page import Question, measured, render
+from launch.report.page import Question, render
 from launch.report.samples import read_buffer
 from launch.run_folder import RunFolder
 from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
@@ -65,7 +65,7 @@ def test_text_of_a_model_a_run_or_an_event_stays_text(page):
     assert NASTY not in page
     assert page.count("&lt;script&gt;document.title=") == 4  # of an event; of a reason, in headline, chart and table
     name = "</script><script>alert(1)</script>"
-    chart = lines(CHARTS["reward"], [Curve(name, [(1, 2.0)], "c1")], RunData("sums", Path()))
+    chart = lines(RunData("sums", Path()), CHARTS["reward"], {name: [(1, 2.0)]})
     assert name in json.dumps(chart.plot), "so the page has to escape it"
 
 
@@ -106,28 +106,6 @@ def test_what_does_not_print_is_written_out(tmp_path):
     assert "\x1b" not in page
     assert "!\\u202e\\x1b" in page
     assert NASTY not in page
-
-
-def test_what_a_plan_predicted_stands_beside_what_the_run_did(tmp_path, whole):
-    assert "predicted" not in words(render(collect(whole)))
-    run = make_run(tmp_path / "sums")
-    run.prediction.write_text(json.dumps({"samples_per_s": 32.0, "step_s": 0.48, "token_s": 0.01, "binds": "training"}))
-    text = words(render(collect(run)))
-    assert "samples trained per second 32 16 -50%" in text
-    assert "seconds of a step 0.48 0.6 +25%" in text
-    assert f"milliseconds of a token in an engine 10 {DASH} {DASH}" in text
-    assert "slots used, share" not in text
-
-
-@pytest.mark.parametrize("every", [1, 10])
-def test_a_night_before_a_resume_and_steps_without_a_row_change_nothing_that_a_plan_is_held_to(every):
-    run, at_s = RunData("sums", Path()), 0.0
-    for step in range(1, 81):
-        at_s += 8 * 3600.0 if step == 41 else 2.0
-        if step % every == 0:
-            times = {"finished_s": at_s, "time/step": 1.5, "time/wait_for_batch": 0.5}
-            run.metrics.take_in({"step": step, "batch/trajectories": 256, "restarts": int(step > 40)} | times)
-    assert measured(run) == pytest.approx({"samples_per_s": 128.0, "step_s": 1.5, "learner_busy": 0.75})
 
 
 def test_the_distribution_of_lags_comes_from_the_status_and_that_of_lengths_from_the_buffer(tmp_path, whole):
@@ -311,7 +289,7 @@ def test_each_of_several_reward_functions_has_a_curve_beside_their_sum(tmp_path)
 )
 def test_a_line_joins_three_points_or_more_and_few_points_are_marked(num, joined, dots):
     points = [(x, 0.5 + x / 100) for x in range(num)]
-    (curve,) = lines(CHARTS["loss"], [Curve("loss", points, "c1")], RunData("sums", Path())).plot["series"]
+    (curve,) = lines(RunData("sums", Path()), CHARTS["loss"], {"loss": points}).plot["series"]
     assert (curve["join"], curve["dots"], len(curve["points"][0])) == (joined, dots, num)
 
 
@@ -324,9 +302,9 @@ def test_the_bound_of_the_lag_is_a_line_from_end_to_end(whole):
 @pytest.mark.parametrize("name", CHARTS)
 def test_a_chart_of_equal_values_is_drawn_and_one_of_none_says_so(name):
     run = RunData("sums", Path())
-    equal = lines(CHARTS[name], [Curve("mean", [(1, 2.0), (2, 2.0)], "c1")], run)
+    equal = lines(run, CHARTS[name], {"mean": [(1, 2.0), (2, 2.0)]})
     assert (equal.plot["log"], equal.legend[0].numbers) == (False, "2")
-    assert lines(CHARTS[name], [Curve("mean", [], "c1")], run).plot is None
+    assert lines(run, CHARTS[name], {"mean": []}).plot is None
     assert "No values in this run" in render(run)
 
 
@@ -338,7 +316,7 @@ def test_the_four_questions_have_an_answer(whole):
     found = answers(collect(whole))
     assert found["learning"].startswith("Yes: the mean reward changed by +0.600.")
     assert found["health"] == "Yes: no alert is active and every sample is accounted for."
-    waits = "the learner waits 40% of the time for batches, and an actor 5% for weights."
+    waits = "the learner waits 40% of the time for batches, an actor 5% for weights."
     assert found["waiting"] == f"The learner: {waits}"
     assert found["lag"] == "Little: 97% of a batch is effective at a mean lag of 1.50 versions."
 
@@ -353,7 +331,7 @@ def test_the_answers_of_a_bad_run_say_what_is_wrong(tmp_path):
     found = answers(collect(run))
     assert found["learning"].startswith("No: the mean reward changed by -0.600.")
     assert found["health"] == "No: the reward falls; 3 samples are unaccounted for, which is a bug"
-    assert found["waiting"] == "The actors: the learner waits 0% of the time for batches, and an actor 50% for weights."
+    assert found["waiting"] == "The actors: the learner waits 0% of the time for batches, an actor 50% for weights."
     assert found["lag"].startswith("Yes: 30% of a batch is effective")
 
 

@@ -303,10 +303,13 @@ def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(fol
 
 
 def test_the_observer_counts_on_from_what_earlier_commands_reported(tmp_path):
-    observer = Observer(plan(tmp_path / "run"), clock=lambda: 7.0, started_s=7.0 - 100.0)
+    made = plan(tmp_path / "run")
+    made.folder.root.mkdir()
+    observer = Observer(made, clock=lambda: 7.0, started_s=7.0 - 100.0)
     rows = [row(1), row(2, restarts=1, **{"lag/token_max": 4}), row(3, restarts=1)]
     rows[0]["mismatch/lag0_abs"] = 1e-6
-    observer.take_up(iter(rows), 3, 3, num_redone=5)
+    write_lines(made.folder.metrics, rows)
+    observer.take_up(3, 3, num_redone=5)
     summary = observer.summary(Accuracy.of_event({}), None, status())
     assert (summary["num_steps"], summary["version"], summary["wall_s"]) == (3, 3, 100.0)
     assert (summary["lag_max"], summary["learner_restarts"], summary["mismatch_lag0_abs"]) == (4, 2, 1e-6)

@@ -12,6 +12,7 @@ from learner.checkpoint_meta import META_NAME, TrainingProgress, newest_progress
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import GpuFailed
 from tests.unit.fake_stages import Learner, Rank, lost, raised, write_checkpoint
+from tests.unit.made_up_run import write_rows
 
 
 @pytest.fixture
@@ -186,37 +187,24 @@ def test_an_export_that_is_not_done_in_time_ends_the_run_also_after_a_restart(le
 
 def test_reports_of_the_steps_before_a_loss_are_not_lost_and_say_which_learner_took_them(learner):
     learner.start()
-    assert learner.stages.poll(0.0).steps == []  # asked, and the answer is owed
-    learner.ranks[1]("poll").end(StagePoll([{"step": 1}, {"step": 2}], "the batch of step 3", ""))
+    assert learner.stages.poll(0.0).steps == []
+    write_rows(learner.folder, {"step": 1, "restarts": 0}, {"step": 2, "restarts": 0})
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
     assert learner.stages.poll(0.0).steps == [{"step": 1, "restarts": 0}, {"step": 2, "restarts": 0}]
+    write_rows(learner.folder)  # as the coordinator of the next start cuts it
     learner.get_ready()
     news = learner.stages.poll(0.0)
     assert (news.steps, news.resumed_at) == ([], 0)
-    learner.living[1]("poll").end(StagePoll([{"step": 1}], "", ""))
+    write_rows(learner.folder, {"step": 1, "restarts": 1})
     news = learner.stages.poll(0.0)
     assert (news.steps, news.resumed_at) == ([{"step": 1, "restarts": 1}], None)
-
-
-def test_a_report_that_died_with_its_learner_comes_from_the_checkpoint_and_comes_once(learner):
-    learner.start()
-    learner.stages.poll(0.0)
-    learner.ranks[1]("poll").end(StagePoll([{"step": 1}, {"step": 2}], "", ""))
-    assert [row["step"] for row in learner.stages.poll(0.0).steps] == [1, 2]
-    write_checkpoint(learner.checkpoints, 4, [{"step": 2}, {"step": 3, "lag_by_actor": {"a": {"0": 1}}}, {"step": 4}])
-    learner.ranks[1]("run").end(error=RayActorError())
-    learner.stages.watch()
-    learner.get_ready()
-    news = learner.stages.poll(0.0)
-    assert (news.steps, news.resumed_at) == ([{"step": 3, "restarts": 0}, {"step": 4, "restarts": 0}], None)
-    assert learner.stages.poll(0.0).resumed_at == 4
 
 
 def test_what_keeps_weights_from_being_published_is_told_and_silence_is_not_taken_for_nothing(learner):
     learner.start()
     assert learner.stages.poll(0.0).publishing is None, "asked, and the answer is owed"
-    learner.ranks[1]("poll").end(StagePoll([], "", "space in /w"))
+    learner.ranks[1]("poll").end(StagePoll("", "space in /w"))
     assert learner.stages.poll(0.0).publishing == "space in /w"
     assert learner.stages.poll(0.0).publishing is None
     learner.ranks[0]("run").end(error=RayActorError())
@@ -228,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_an_event_once(learner):
     learner.start()
     for _ in range(3):
         learner.stages.poll(0.0)
-        learner.ranks[1]("poll").end(StagePoll([], "", "", ["/c/.step-4.old cannot be removed"]))
+        learner.ranks[1]("poll").end(StagePoll("", "", ["/c/.step-4.old cannot be removed"]))
         learner.stages.poll(0.0)
     assert learner.events == [("leftover", "/c/.step-4.old cannot be removed")]
 

@@ -6,13 +6,12 @@ import json
 import math
 import shutil
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from msgspec import structs
+import xxhash
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,7 +29,7 @@ from learner.mesh import Mesh, MeshPlace, StageLost
 from learner.networks import Networks
 from learner.optimizer import UpdateDecision
 from learner.packing import micro_batches_asked
-from learner.stage import Stage
+from learner.report import MetricsFile
 from tests.world.learner import alone, build, make_networks, make_rows, weights_of
 
 SHAPE = {
@@ -70,40 +69,48 @@ def networks_of(model: Path, algorithm=BALANCE, precision="float64") -> Networks
     return make_networks(model, CONFIG, algorithm, precision=precision)[0]
 
 
-def test_reports_are_sealed_too_and_a_document_of_an_older_leeway_that_knows_none_is_whole(tmp_path):
-    report = json.dumps({"step": 7, "loss": math.nan, "lag_by_actor": {"actor-0": {10: 1, 9: 2}}})
-    for reports in ((), (report,)):
-        meta = CheckpointMeta(TrainingProgress(7, 7, 0, reports=reports), 1, 1, "", {})
-        (tmp_path / META_NAME).write_bytes(meta.encode())
-        read = CheckpointMeta.read(tmp_path).progress
-        assert [each["step"] for each in read.unwritten] == [7] * len(reports)
-        assert all(each.keys() == {"step", "loss"} for each in read.unwritten)
-        document = json.loads(meta.encode())
-        del document["progress"]["reports"]
-        (tmp_path / META_NAME).write_text(json.dumps(document))
-        with pytest.raises(DamagedCheckpoint) if reports else nullcontext():
+def test_a_document_with_fields_of_another_leeway_is_whole_and_one_that_was_changed_is_not(tmp_path):
+    document = json.loads(CheckpointMeta(TrainingProgress(7, 7, 0), 1, 1, "", {}).encode())
+    del document["xxh3"]
+    for reports, is_sealed in (([], False), (["{}"], True)):  # an older Leeway did not seal an empty field
+        sealed = document | {"progress": document["progress"] | ({"reports": reports} if is_sealed else {})}
+        seal = xxhash.xxh3_64_hexdigest(json.dumps(sealed, sort_keys=True).encode())
+        older = document | {"progress": document["progress"] | {"reports": reports}, "xxh3": seal}
+        (tmp_path / META_NAME).write_text(json.dumps(older))
+        assert CheckpointMeta.read(tmp_path).progress.step == 7
+        older["progress"]["version"] = 8
+        (tmp_path / META_NAME).write_text(json.dumps(older))
+        with pytest.raises(DamagedCheckpoint, match="checksum"):
             CheckpointMeta.read(tmp_path)
 
 
-def test_a_checkpoint_has_the_reports_of_which_nobody_has_said_that_they_are_written():
-    stage, saved = Stage.__new__(Stage), MagicMock()
-    stage._reports, stage._handed_over, stage._reports_lock = [], [], threading.Lock()
-    stage._progress, stage._saved_step, stage._checkpoints = TrainingProgress(0, 0, 0), -1, saved
-    stage._networks, stage._train_step, stage._bad_batches = MagicMock(), MagicMock(), MagicMock(non_finite_steps=())
-    stage._train_step.evaluator.drops_in_a_row = 0
-
-    def steps_in_checkpoint_after(step: int) -> list[int]:
-        stage._reports.append({"step": step})
-        stage._progress = structs.replace(stage._progress, step=step)
-        stage._save()
-        return [each["step"] for each in saved.save.call_args.args[1].unwritten]
-
-    assert steps_in_checkpoint_after(1) == [1]
-    assert steps_in_checkpoint_after(2) == [1, 2], "no poll has come yet"
-    assert [each["step"] for each in stage.poll()] == [1, 2]
-    assert steps_in_checkpoint_after(3) == [1, 2, 3], "who asked may be killed before they are written"
-    assert [each["step"] for each in stage.poll()] == [3]
-    assert steps_in_checkpoint_after(4) == [3, 4]
+def test_metrics_have_one_row_per_step_however_often_a_learner_goes_back_or_finds_the_disk_full(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(FileNotFoundError, match="must share the folder of the run"):
+        MetricsFile(path).go_back(0)
+    path.touch()
+    first = MetricsFile(path)
+    first.go_back(0)
+    for step in (1, 2, 3):
+        first.append({"step": step, "loss": math.nan, "lag_by_actor": {"actor-0": {10: step}}})
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "lo')  # as a killed learner leaves it
+    second = MetricsFile(path)
+    second.go_back(2)
+    path.rename(tmp_path / "aside")
+    second.append({"step": 3})
+    assert "metrics.jsonl cannot be written" in caplog.text
+    (tmp_path / "aside").rename(path)
+    with path.open("ab") as file:
+        file.write(b'{"st')  # half a write before the disk was full
+    second.append({"step": 4})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows[0] == {"step": 1, "loss": None, "lag_by_actor": {"actor-0": {"10": 1}}}
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    third = MetricsFile(path)
+    third.go_back(9)
+    third.append({"step": 5})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
 
 
 def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoints:

@@ -21,6 +21,8 @@ from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
 from common.staleness import PolicyVersion
 from launch.errors import ExitStatus
+from launch.observe.history import joined
+from launch.run_folder import RunFolder
 from tests.world.files import json_rows
 from weight_sync.store import WeightStore
 
@@ -126,8 +128,8 @@ class LiveRun:
     # --- what it says -----------------------------------------------------------------------------
 
     def steps(self) -> list[dict]:
-        """The rows of all steps so far."""
-        return [row for row in json_rows(self.folder / "metrics.jsonl") if "loss" in row]
+        """The rows of all steps so far; the newest may lack the columns of the actors yet."""
+        return [row for row in joined(RunFolder(self.folder)) if "loss" in row]
 
     def events(self, kind: str, who: str | None = None) -> list[dict]:
         """All events of a kind so far, or those of one actor."""
