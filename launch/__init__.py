@@ -1,6 +1,6 @@
 """Composes everything: one command starts, watches and ends a run.
 
-cli         the `leeway` command (`looking`: what a verb is, and those that look at a run; `buffer_cli`: at its buffer)
+cli         the `leeway` command and its verbs (`arguments`: of several verbs; `buffer_cli`: verbs of a buffer)
 train       the run itself: evaluate, train, evaluate, export, summarise
 resume      going on with a run: what may differ from before, and what may not
 processes   the processes of a run: where they are placed, started, watched, started again, ended

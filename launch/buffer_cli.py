@@ -1,40 +1,41 @@
-"""`leeway buffer`: looks at the buffer of a run, live or over. Its arguments are in `launch.cli`.
+"""`leeway buffer`: inspects the buffer of a run, running or ended.
 
-Exit status: 0 done; 1 the store cannot be read, or part of it is damaged; 2 wrong arguments, or `verify`
-found a fault.
+Exit status: 0 done; 1 the store cannot be read, or part of it is damaged; 2 wrong arguments, or `verify` found a fault.
 """
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import typer
 
 from buffer.dispatch import rate_of
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
 from buffer.nonsense import SetAside
 from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, joined, read_row
-from buffer.offline.sample_file import export
-from buffer.offline.verify import check_store, compact
+from buffer.offline.sample_file import export as export_samples
+from buffer.offline.verify import check_store
+from buffer.offline.verify import compact as compact_store
 from buffer.rows import SCHEMA_VERSION
 from buffer.schema import SCHEMA
 from buffer.store import RESTORE, buffer_folder
 from common.staleness import PolicyVersion
+from launch.arguments import integer, run_names
 from launch.errors import ConfigError, ExitStatus, refuse
 from launch.run_folder import named_run
-from launch.text import MAX_TEXT, TextOf, printable
+from launch.text import MAX_TEXT, TextOf, number, printable
 
 FAULTS = 2
-"""Exit status of `verify` where it found any."""
+"""Exit status of `verify` if it found any."""
 GROUPS_HEAD = (
     f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"
 )
@@ -43,78 +44,116 @@ _WIDTH = 116
 _FIRST_BYTES = 256
 _MAX_QUARANTINED_VALUE = 2_000
 """Characters of one value of a quarantined row that are shown, whatever it is."""
+_MAX_KEY = 2**63 - 1
+"""Of the store."""
 
 Decode = Callable[[Sequence[int]], str | None]
+BufferPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Folder of the run, its buffer/, or its name within runs/.", autocompletion=run_names
+    ),
+]
+_ID = {"metavar": "N", "parser": integer(1, _MAX_KEY)}
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Run one of the verbs and return the exit status."""
-    verb = {"ls": _ls, "show": _show, "verify": _verify, "export": _export, "compact": _compact}[parsed.buffer_verb]
+@app.callback()
+def inspect() -> None:
+    """Inspect, verify, export or compact the buffer of a run."""
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """End the command with a sentence if the store cannot be read."""
     try:
-        return verb(parsed)
+        yield
     except (BufferError, ConfigError) as error:
-        return refuse(error)
+        raise typer.Exit(refuse(error)) from None
 
 
-def _open(path: Path) -> AbstractContextManager[Inspection]:
-    return Inspection.open(named_run(path))
+@contextmanager
+def _opened(run: Path) -> Iterator[Inspection]:
+    with _refused(), Inspection.open(named_run(run)) as inspection:
+        yield inspection
 
 
-def _ls(parsed: argparse.Namespace) -> int:
-    given = [f"--{name}" for name in ("prompt", "phase") if getattr(parsed, name) is not None]
-    if parsed.quarantine and given:
-        names = ", ".join(given)
+@app.command()
+def ls(
+    run: BufferPath,
+    prompt: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Groups of this prompt.", parser=integer(0, _MAX_KEY)),
+    ] = None,
+    phase: Annotated[
+        Literal["open", "ready", "drawn", "closed"] | None, typer.Option(help="Groups in this phase.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="The first N only.", **_ID)] = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="List what failed validation instead, with its reason.")
+    ] = False,
+) -> int:
+    """List the groups of samples."""
+    if quarantine and (prompt is not None or phase is not None):
         return refuse(
-            f"--quarantine lists what belongs to no group, so it takes --limit alone: leave out {names}",
-            ExitStatus.WRONG_INPUT,
+            "--quarantine lists what belongs to no group: leave out --prompt and --phase", ExitStatus.WRONG_INPUT
         )
-    with _open(parsed.run) as inspection:
+    with _opened(run) as inspection:
         print(headline(inspection))
-        if parsed.quarantine:
+        if quarantine:
             print(QUARANTINE_HEAD)
-            for entry in islice(inspection.quarantined(), parsed.limit):
-                print(quarantine_line(entry))
-            return _tell_damage(inspection.damaged, inspection.folder)
-        print(GROUPS_HEAD)
-        groups = inspection.groups(prompt_id=parsed.prompt, phase=parsed.phase)
-        for line in listing(islice(groups, parsed.limit)):
-            print(line)
-        return _tell_damage(inspection.damaged, inspection.folder)
-
-
-def _show(parsed: argparse.Namespace) -> int:
-    with _open(parsed.run) as inspection:
-        if parsed.quarantined is not None:
-            return _show_quarantined(inspection, parsed)
-        if parsed.record is not None:
-            group = inspection.group_of_record(parsed.record)
+            lines: Iterator[str] = map(quarantine_line, islice(inspection.quarantined(), limit))
         else:
-            group = inspection.group(parsed.group)
-        if group is None:
-            what = f"record {parsed.record}" if parsed.record is not None else f"group {parsed.group}"
-            return refuse(
-                f"the buffer in {inspection.folder} holds no {what}: it never did, or it was evicted. "
-                "`leeway buffer ls` lists what there is"
-            )
-        for line in group_in_full(group, TextOf(inspection.folder), only_record=parsed.record):
+            print(GROUPS_HEAD)
+            lines = listing(islice(inspection.groups(prompt_id=prompt, phase=phase), limit))
+        for line in lines:
             print(line)
         return _tell_damage(inspection.damaged, inspection.folder)
 
 
-def _show_quarantined(inspection: Inspection, parsed: argparse.Namespace) -> int:
-    entry = inspection.quarantined_at(parsed.quarantined)
-    if entry is None:
-        return refuse(
-            f"the quarantine in {inspection.folder} does not hold number {parsed.quarantined}: it never did, or it had "
-            "to make room. `leeway buffer ls --quarantine` lists what there is"
-        )
-    for line in quarantined_in_full(entry):
-        print(line)
-    return ExitStatus.OK
+@app.command()
+def show(
+    run: BufferPath,
+    group: Annotated[
+        int | None, typer.Argument(metavar="GROUP", help="Id of a group.", parser=integer(1, _MAX_KEY))
+    ] = None,
+    record: Annotated[int | None, typer.Option(help="One stored trajectory, in full.", **_ID)] = None,
+    quarantined: Annotated[int | None, typer.Option(help="One quarantined row or message.", **_ID)] = None,
+) -> int:
+    """Show a group and its samples.
+
+    They have their text if the run has a tokenizer.
+    """
+    if sum(each is not None for each in (group, record, quarantined)) != 1:
+        return refuse("give one of GROUP, --record N and --quarantined N", ExitStatus.WRONG_INPUT)
+    with _opened(run) as inspection:
+        found: Quarantined | GroupView | None
+        if quarantined is not None:
+            found, what = inspection.quarantined_at(quarantined), f"quarantined row {quarantined}"
+        elif record is not None:
+            found, what = inspection.group_of_record(record), f"record {record}"
+        else:
+            found, what = inspection.group(group or 0), f"group {group}"
+        if found is None:
+            listed = "leeway buffer ls" + " --quarantine" * (quarantined is not None)
+            return refuse(
+                f"the buffer in {inspection.folder} holds no {what}: it never did, or it was evicted. `{listed}` lists "
+                "what there is"
+            )
+        if isinstance(found, Quarantined):
+            lines = quarantined_in_full(found)
+        else:
+            lines = group_in_full(found, TextOf(inspection.folder), only_record=record)
+        for line in lines:
+            print(line)
+        return _tell_damage(inspection.damaged, inspection.folder)
 
 
-def _verify(parsed: argparse.Namespace) -> int:
-    with _open(parsed.run) as inspection:
+@app.command()
+def verify(run: BufferPath) -> int:
+    """Verify every page, checksum and index, and recount the ledger."""
+    with _opened(run) as inspection:
         print(headline(inspection))
         report = check_store(inspection.store)
     faults: list[str] = report["faults"]
@@ -130,18 +169,25 @@ def _verify(parsed: argparse.Namespace) -> int:
     return FAULTS if faults else ExitStatus.OK
 
 
-def _export(parsed: argparse.Namespace) -> int:
-    with _open(parsed.run) as inspection:
-        done, folder = export(inspection, parsed.out), inspection.folder
-    size = f"{done.size_bytes / 2**20:.1f} MiB"
-    print(f"{done.num_rows} trajectories of {done.num_groups} groups in {parsed.out} ({size})")
+@app.command()
+def export(run: BufferPath, out: Annotated[Path, typer.Argument(metavar="OUT.parquet")]) -> int:
+    """Write the stored trajectories as a Parquet file."""
+    with _opened(run) as inspection:
+        done, folder = export_samples(inspection, out), inspection.folder
+    print(f"{done.num_rows} trajectories of {done.num_groups} groups in {out} ({done.size_bytes / 2**20:.1f} MiB)")
     return _tell_damage(done.damaged, folder)
 
 
-def _compact(parsed: argparse.Namespace) -> int:
-    done = compact(buffer_folder(named_run(parsed.run)))
+@app.command()
+def compact(run: BufferPath) -> int:
+    """Rewrite the file without its free pages; the run must have ended."""
+    with _refused():
+        done = compact_store(buffer_folder(named_run(run)))
     print(f"{done.folder}: {done.before_bytes / 2**20:.1f} MiB are now {done.after_bytes / 2**20:.1f} MiB")
     return ExitStatus.OK
+
+
+# --- what they print -----------------------------------------------------------------------------------
 
 
 def _tell_damage(damaged: list[str], folder: Path) -> int:
@@ -174,7 +220,7 @@ def _group_line(group: GroupView) -> str:
     tries = group.tries
     success = "" if tries is None else f"  success {rate_of(tries):.2f} of {tries.passed + tries.failed:.1f}"
     return (
-        f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {_number(row.mean_reward):>8} {version:>7} "
+        f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {number(row.mean_reward):>8} {version:>7} "
         f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}{foretold}{success}"
     )
 
@@ -192,7 +238,7 @@ def listing(groups: Iterable[GroupView]) -> Iterator[str]:
         yield _group_line(group)
     mean = reward_total / num_rewards if num_rewards else None
     samples = f"{states.total()} samples" + (f" ({_states(states)})" if states else "")
-    yield f"{num_groups} groups, {samples}, {num_tokens} tokens, mean reward {_number(mean)}"
+    yield f"{num_groups} groups, {samples}, {num_tokens} tokens, mean reward {number(mean)}"
 
 
 def quarantine_line(found: Quarantined) -> str:
@@ -243,9 +289,9 @@ def _why(entry: SetAside) -> str:
 
 
 def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decode) -> Iterator[str]:
-    parts = ", ".join(f"{printable(part['name'])} {_number(part['value'])}" for part in row["reward_parts"])
+    parts = ", ".join(f"{printable(part['name'])} {number(part['value'])}" for part in row["reward_parts"])
     state = group.row.sample_states[sample.sample_index]
-    reward = f"reward {_number(row['reward'])}" + (f" ({parts})" if parts else "")
+    reward = f"reward {number(row['reward'])}" + (f" ({parts})" if parts else "")
     yield f"sample {sample.sample_index}: record {sample.record_id}, {state}, {reward}, {row['finish_reason']}"
     num_prompt = row["prompt_length"]
     by = " ".join(f"{PolicyVersion(s['incarnation'], s['version'])} [{s['start']}, {s['end']})" for s in row["spans"])
@@ -280,10 +326,6 @@ def _summary(values: Sequence[float] | None) -> str:
 
 def _states(counts: Counter[str]) -> str:
     return " ".join(f"{count} {state}" for state, count in counts.most_common())
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _indented(line: str) -> list[str]:

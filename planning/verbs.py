@@ -2,69 +2,81 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from common.process import uncollected
+from launch.arguments import ConfigPath, ConfigVerb, run_names
 from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
-from launch.looking import arg, verb
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@verb(
-    "measure what a run costs on this machine",
-    arg("config", nargs="?", type=Path, metavar="CONFIG.toml"),
-    arg("--from", nargs="+", type=Path, metavar="RUN", dest="runs", help="of these runs, in place of two short ones"),
-    arg("--out", type=Path, default=Path("profile.json"), help="where it goes; default: profile.json"),
-    takes_overrides=True,
-)
-def profile(parsed: argparse.Namespace) -> int:
-    """Measure what the parts of a run cost on this machine: two short real runs, about three minutes in all.
+@app.command(cls=ConfigVerb)
+def profile(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Run it twice, and measure.")] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="Read this run instead; may be repeated.", autocompletion=run_names),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write here.")] = Path("profile.json"),
+) -> int:
+    """Measure what a run costs on this machine.
 
-    Any key can be overridden, as with train. Runs that there are already say the same: --from RUN.
+    It starts two short runs, which take about three minutes in all.
     """
     with uncollected():
         from launch.run_folder import open_run
         from launch.text import progress_line
         from planning.profiling import profile_of, take
 
-        if (parsed.config is None) == (not parsed.runs):
-            raise ConfigError("give either a config, which is run for it, or runs that there are: --from RUN")
-        if parsed.runs:
-            if parsed.overrides:
-                raise ConfigError(f"{parsed.overrides[0]} changes nothing of runs that there are: leave it out")
-            found = profile_of([open_run(each) for each in parsed.runs])
-        else:
-            try:
+        if (config is None) == (not runs):
+            raise ConfigError("give either a config, which is run, or finished runs: --from RUN")
+        try:
+            if config is None:
+                found = profile_of([open_run(each) for each in runs or ()])
+            else:
                 with progress_line() as progress:
-                    found = take(parsed.config, parsed.overrides, lambda text: progress(text, None))
-            except KeyboardInterrupt:
-                return refuse("interrupted; no profile was written", ExitStatus.INTERRUPTED)
+                    found = take(config, context.args, lambda text: progress(text, None))
+        except KeyboardInterrupt:
+            return refuse("interrupted; no profile was written", ExitStatus.INTERRUPTED)
     try:
-        found.write(parsed.out)
+        found.write(out)
     except OSError as error:
-        raise ConfigError(f"{parsed.out} cannot be written: {error.strerror}; give another place as --out") from None
+        raise ConfigError(f"{out} cannot be written: {error.strerror}; give another place as --out") from None
     print(found.describe())
-    print(f"written to {parsed.out}")
+    print(f"written to {out}")
     return ExitStatus.OK
 
 
-@verb(
-    "choose actors, learner and bound for a config, and predict what it will do",
-    arg("config", type=Path, metavar="CONFIG.toml"),
-    arg("--profile", type=Path, default=Path("profile.json"), help="of `leeway profile`; default: profile.json"),
-    arg("--hosts", type=Path, metavar="FILE", help="as launch/cluster.sh takes it; default: this machine alone"),
-    arg("--host-cpus", type=float, metavar="N", help="that each of them has; default: as many as this machine"),
-    arg("--host-gpus", type=float, metavar="N", help="likewise"),
-    arg("--price", nargs="+", default=[], metavar="POOL=PER_HOUR", help="of one worker: samples per price are sought"),
-    arg("--out", type=Path, default=Path("plan.toml"), help="where the plan goes; default: plan.toml"),
-    epilog="Then: leeway train CONFIG.toml --plan plan.toml",
-    takes_overrides=True,
-)
-def plan(parsed: argparse.Namespace) -> int:
-    """Search for the plan of CONFIG that trains most samples per second, or per price, by what a profile says.
+@app.command(cls=ConfigVerb)
+def plan(
+    context: typer.Context,
+    config: ConfigPath,
+    profile: Annotated[Path, typer.Option(metavar="FILE", help="A profile of `leeway profile`.")] = Path(
+        "profile.json"
+    ),
+    hosts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Hosts, as for launch/cluster.sh; default: this machine.")
+    ] = None,
+    host_cpus: Annotated[float | None, typer.Option(metavar="N", help="CPUs of each; default: as here.")] = None,
+    host_gpus: Annotated[float | None, typer.Option(metavar="N", help="GPUs of each; default: as here.")] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POOL=PER_HOUR", help="Price of one worker; may be repeated. Maximises samples per price."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the plan here.")] = Path("plan.toml"),
+) -> int:
+    """Find the fastest configuration by a profile.
 
-    Chosen are the number of actors and their slots, the shape of the learner, publish_every, and max_lag up to the
-    config's own. A key that is given here, as --learner.num_stages 2, is not chosen.
+    It trains most samples per second, or per price. Chosen are the number of actors and their slots, the shape of the
+    learner, publish_every, and max_lag up to the config's. A key that is given, as --learner.num_stages 2, is not
+    chosen. Then: leeway train CONFIG.toml --plan plan.toml
     """
     with uncollected():
         from launch.text import progress_line
@@ -74,22 +86,21 @@ def plan(parsed: argparse.Namespace) -> int:
         from planning.profiling import machine_here, model_of
 
         with as_config_error(kind=ProfileError):
-            found = Profile.read(parsed.profile)
+            found = Profile.read(profile)
         here = host_here()
-        hosts = [here]
-        if parsed.hosts is not None:
-            cpus, gpus = parsed.host_cpus or here.cpus, here.gpus if parsed.host_gpus is None else parsed.host_gpus
-            hosts = read_hosts(parsed.hosts, cpus, gpus)
-        planner = Planner(parsed.config, parsed.overrides, found, hosts, prices_of(parsed.price))
+        places = [here]
+        if hosts is not None:
+            places = read_hosts(hosts, host_cpus or here.cpus, here.gpus if host_gpus is None else host_gpus)
+        planner = Planner(config, context.args, found, places, prices_of(price or []))
         if (model := model_of(planner.config)) is not None:
             with as_config_error(kind=ProfileError):
-                found.check_model(model, parsed.profile)
+                found.check_model(model, profile)
         if not found.machine.is_like(machine_here()):
             print(f"note: the profile was taken on another machine ({found.machine}); the rates are those of that one")
         with progress_line() as progress:
             candidates = planner.find(progress)
             as_it_is = planner.as_it_is()
     show(candidates, as_it_is, planner.own)
-    write_plan(parsed.out, candidates[0], parsed.profile)
-    print(f"written to {parsed.out}; leeway train {parsed.config} --plan {parsed.out}")
+    write_plan(out, candidates[0], profile)
+    print(f"written to {out}; leeway train {config} --plan {out}")
     return ExitStatus.OK

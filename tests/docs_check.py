@@ -19,9 +19,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
+
+import typer
+from typer.core import TyperCommand
 
 from launch.cli import main as leeway
-from launch.cli import parse
 from launch.config import load_config
 from launch.errors import ConfigError
 
@@ -142,36 +145,42 @@ def _fault_of_leeway(arguments: list[str], in_a_sentence: bool = False) -> str:
         return ""
     if in_a_sentence and all(re.fullmatch(r"[a-z-]+", word) for word in shown) and _is_verb(shown):
         return ""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-            parsed = parse([_number(word) for word in shown])
-    except SystemExit as ended:
-        return "" if not ended.code else said.getvalue().strip().splitlines()[-1]
-    config = getattr(parsed, "config", None)
+    context, said = _parsed([_number(word) for word in shown])
+    if context is None:
+        return said
+    config = context.params.get("config")
     if config is not None and config.name != "CONFIG.toml" and not (ROOT / config).exists():
         if "/" in str(config):
             return f"there is no {config}"
         config = None
     path = DEMO if config is None or config.name == "CONFIG.toml" else ROOT / config
     try:
-        load_config(path, parsed.overrides)
+        load_config(path, context.args)
     except ConfigError as error:
         return str(error)
-    if config is None or path is DEMO or getattr(parsed, "source", None) is not None:  # on samples of a run before it
+    if config is None or path is DEMO or context.params.get("source") is not None:  # on samples of a run before it
         return ""
-    if getattr(parsed, "plan", None) is not None:  # a file that the command before has written
+    if context.params.get("plan") is not None:  # a file that the command before has written
         at = shown.index("--plan")
         shown = shown[:at] + shown[at + 2 :]
-    return _run([*shown, "--dry-run"] if parsed.verb == "train" and "--dry-run" not in shown else shown, parsed.verb)
+    verb = str(context.info_name)
+    return _run([*shown, "--dry-run"] if verb == "train" and "--dry-run" not in shown else shown, verb)
+
+
+def _parsed(arguments: list[str]) -> tuple[typer.Context | None, str]:
+    """The arguments of a command that is not run, or None and what it says instead; "" where that is its help."""
+    contexts: list[typer.Context] = []
+    with (
+        mock.patch.object(TyperCommand, "invoke", lambda _, context: contexts.append(context) or 0),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        leeway(arguments)
+    return (contexts[0], "") if contexts else (None, said.getvalue().strip())
 
 
 def _is_verb(words: list[str]) -> bool:
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            parse([*words, "--help"])
-    except SystemExit as ended:
-        return not ended.code
-    return False
+    return _parsed([*words, "--help"]) == (None, "")
 
 
 def _number(word: str) -> str:

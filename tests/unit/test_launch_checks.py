@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.checks import check, check_fetched
-from launch.cli import main, parse
+from launch.cli import main
 from launch.config import load_config
 from launch.errors import ConfigError, ExitStatus
 from launch.mistakes import IDLE, STEPS, idle_keys
@@ -257,10 +257,9 @@ def test_the_sums_example_says_which_loss_needs_more_than_its_name(capsys, tmp_p
 
 @pytest.mark.parametrize(("verb", "what"), [("train", "CONFIG"), ("resume", "RUN")])
 def test_an_override_that_stands_before_the_config_is_told_so(capsys, verb, what):
-    assert main([verb, "--learner.num_steps", "20", str(DEMO)]) == WRONG_INPUT
-    assert f"give {what} first, and --learner.num_steps after it" in capsys.readouterr().err
-    for words in (["--learner.num_steps=20", str(DEMO)], [str(DEMO), "--run.name", str(DEMO)]):
-        assert str(parse([verb, *words]).overrides[0]) in words
+    for words in (["--learner.num_steps", "20"], ["--learner.num_steps=20"]):
+        assert main([verb, *words, str(DEMO)]) == WRONG_INPUT
+        assert f"give {what} first, and --learner.num_steps after it" in capsys.readouterr().err
 
 
 def test_a_machine_that_is_too_small_may_dry_run_what_it_cannot_run(capsys, tmp_path, monkeypatch):

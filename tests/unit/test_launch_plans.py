@@ -303,7 +303,9 @@ def test_bad_input_is_a_sentence_each_and_exit_status_2(tmp_path, capsys):
     assert "is of another model (qwen2-0123" in refused(capsys, "--profile", other)
     assert "names no host" in refused(capsys, "--profile", path, "--hosts", tmp_path / "hosts.txt")
     assert "the price of learner is missing" in refused(capsys, "--profile", path, "--price", "actors=2")
-    assert "there is no such pool" in refused(capsys, "--profile", path, "--price", "actors=2", "learner=1", "x=1")
+    assert "there is no such pool" in refused(
+        capsys, "--profile", path, *(f"--price={each}" for each in ("actors=2", "learner=1", "x=1"))
+    )
     assert "write POOL=PER_HOUR" in refused(capsys, "--profile", path, "--price", "actors:2")
     (tmp_path / "hosts.txt").write_bytes(b"\xff\xfe")
     assert "is not UTF-8" in refused(capsys, "--profile", path, "--hosts", tmp_path / "hosts.txt")

@@ -1,0 +1,127 @@
+"""The verbs of `leeway`: their help, their mistakes and their completion in a shell."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from launch.cli import app, main
+from launch.config import Config
+from launch.errors import ExitStatus
+from launch.mistakes import models_of
+from tests.world.command import leeway_here
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+VERBS = get_command(app).commands
+
+
+def test_the_help_has_a_whole_line_for_each_verb(capsys):
+    for flag in ("--help", "-h"):
+        status, listed, _ = leeway_here(capsys, flag)
+        assert status == ExitStatus.OK
+        lines = [line.split(maxsplit=1) for line in listed.partition("Commands:\n")[2].splitlines()]
+        assert [verb for verb, _ in lines] == list(VERBS)
+        assert [text for _, text in lines if not text.endswith(".") or text.endswith("...")] == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_explains_itself_and_its_arguments(capsys, verb):
+    status, shown, _ = leeway_here(capsys, verb, "--help")
+    assert status == ExitStatus.OK
+    assert f"Usage: leeway {verb} " in shown
+
+
+def test_the_help_of_train_has_every_key_with_its_values_and_its_default(capsys):
+    _, shown, _ = leeway_here(capsys, "train", "--help")
+    words, keys = set(shown.split()), []
+    for section, info in Config.model_fields.items():
+        assert f"\nKeys of [{section}]:\n" in shown
+        place = f"{section}.NAME" if section == "pools" else section
+        keys += [f"--{place}.{key}" for model in models_of(info.annotation) for key in model.model_fields]
+    assert [key for key in keys if key not in words] == []
+    text = " ".join(shown.split())
+    assert "--learner.num_steps <int>." in text
+    assert "--weight_sync.on_stale <drop|wait>." in text
+    assert "--algorithm.beta <float>, of type trajectory_balance, online_dpo, oapl." in text
+    assert f"[default: {Config.model_fields['learner'].default.num_steps}]" in text
+    assert "--algorithm.corrections <list>." in text
+    assert "[default: ['token_tis']]" in text
+    assert "[default: true]" in text
+    assert "--task.path <str>, of type file. JSONL or Parquet file; one row per prompt. [required]" in text
+
+
+def test_other_verbs_of_a_config_say_where_its_keys_are(capsys):
+    _, shown, _ = leeway_here(capsys, "resume", "--help")
+    assert "`leeway train --help` lists them" in shown
+    assert "--learner.num_stages" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "Missing command. See `leeway --help`"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'"),
+        (["paln", "x.toml"], "No such command 'paln'. Did you mean 'plan'"),
+        (["--frob"], "No such option: --frob. See `leeway --help`"),
+        (["export"], "Missing argument 'RUN'. See `leeway export --help`"),
+        (["export", "run", "out", "more"], "Got unexpected extra argument(s) (more). See `leeway export --help`"),
+        (["scale", "run", "--cuont", "3"], "No such option: --cuont (Possible options: --count)"),
+        (["train", DEMO, "--dryrun"], "No such option: --dryrun (Possible options: --dry-run)"),
+        (["train", DEMO, "--dry-run=yes"], "Option '--dry-run' does not take a value"),
+        (["doctor", "--run.dir", "x"], "give CONFIG first, and --run.dir after it. See `leeway doctor --help`"),
+        (["check-reward", DEMO, "--num", "0"], "Invalid value for '--num': Input should be greater than or equal to 1"),
+        (["train", DEMO, "--learner"], "--learner has no value"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence_and_status_2(capsys, words, expected):
+    status, out, error = leeway_here(capsys, *words)
+    assert (status, out, error.count("\n")) == (ExitStatus.WRONG_INPUT, "", 1)
+    assert error.startswith(f"leeway: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("leeway re", {"resume", "report"}),
+        ("leeway buffer co", {"compact"}),
+        ("leeway pro", {"profile"}),
+        ("leeway status fir", {"first", "first-2"}),
+        ("leeway buffer show fir", {"first", "first-2"}),
+        ("leeway train ", set()),  # the shell completes files
+    ],
+)
+def test_a_shell_completes_verbs_and_runs(tmp_path, monkeypatch, typed, expected):
+    for name in ("first", "first-2", "second"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.toml").touch()
+    (tmp_path / "runs" / "first-3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = {"_LEEWAY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    found = CliRunner().invoke(app, [], prog_name="leeway", env=asked)
+    assert set(found.stdout.split()) == expected
+
+
+@pytest.mark.process
+def test_the_command_answers_its_shell():
+    asked = {"_LEEWAY_COMPLETE": "complete_bash", "COMP_WORDS": "leeway sca", "COMP_CWORD": "1", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli"], capture_output=True, text=True, check=True, env=asked, cwd=DEMO.parents[1]
+    )
+    assert done.stdout == "scale\n"
+
+
+@pytest.mark.process
+def test_help_imports_nothing_that_a_verb_needs():
+    code = "import sys; from launch.cli import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=DEMO.parents[1])
+    imported = set(done.stdout.splitlines()[-1].split())
+    heavy = {"pydantic", "numpy", "psutil", "asyncio", "rich", "msgspec", "launch.buffer_cli", "planning"}
+    assert imported & heavy == set()
+
+
+def test_no_verb_is_status_2_and_help_is_0():
+    assert main([]) == ExitStatus.WRONG_INPUT
+    assert main(["buffer", "--help"]) == ExitStatus.OK
