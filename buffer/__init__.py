@@ -18,7 +18,7 @@ The rules, each in the given transaction
     samplers    which of the groups that are ready a step takes
     groups      the life of a group of samples, and which groups leave a store that is full
     nonsense    who sent what is not believed, and the quarantine, where the newest of it is kept
-    prompts     which prompt is leased next; Dispatcher: to whom (`dispatch`: prompt laws)
+    prompts     which prompt is leased next: the data's order, or what `planning.prompts` chooses
     lengths     Fidelity: which lengths were generated, and which of them are trained
     ledger      where every issued sample is, and the identities that must hold
 The store

@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 
-from buffer.dispatch import LawName, PolicyName
 from common.user_input import Knob, Reference
 
+PolicyName = Literal["in_order", "longest_first", "by_deadline"]
+LawName = Literal["epoch", "uniform", "posterior"]
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
 SamplerName = Literal["on_policy_share"] | RestSampler
 

@@ -23,7 +23,7 @@ from buffer.groups import Groups
 from buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes, faults, known_versions, rows_of
 from buffer.leases import Leases
 from buffer.nonsense import Quarantine
-from buffer.prompts import Prompts
+from buffer.prompts import prompts_of
 from buffer.protocol import HandOn, Lease, LeaseGrant
 from buffer.rows import RowBytes, num_tokens_in
 from buffer.schema import HANDED_ON
@@ -142,7 +142,7 @@ class BufferCore:
         """Compose the rules; errors are those of `check_config`."""
         check_config(config, facts)
         self.facts, contract = facts, facts.contract
-        prompts = Prompts(facts, contract, config, clock)
+        prompts = prompts_of(facts, config, clock)
         self.groups = Groups(config, facts.group_size, facts.groups_per_step, prompts, num_kept=contract.capacity())
         self.leases = Leases(config, facts, self.groups, clock)
         self.quarantine = Quarantine(clock)
@@ -185,10 +185,10 @@ class BufferCore:
             taken = self.scoring.take(tx, message.max_tokens)
             return p.UnscoredReply(taken.record_ids), b"" if taken.batch is None else schema.write_stream(taken.batch)
         if isinstance(message, p.VisitsRequest):
-            reply, visits = self.groups.prompts.dispatcher.visits()
+            reply, visits = self.groups.prompts.visits()
             return reply, schema.write_stream(visits)
         if isinstance(message, p.Expect):
-            self.groups.prompts.dispatcher.expect(message, self._read(tx, body, schema.EXPECTED, sender))
+            self.groups.prompts.expect(message, self._read(tx, body, schema.EXPECTED, sender))
             return p.Done(), b""
         answer = self._answers.get(type(message))
         if answer is None:

@@ -12,9 +12,9 @@ from itertools import takewhile
 from math import inf
 
 from buffer.config import BufferConfig
-from buffer.dispatch import MOST_LOOKED_AT
 from buffer.errors import BufferRefused, NotBelieved
 from buffer.groups import Groups
+from buffer.prompts import MOST_LOOKED_AT
 from buffer.protocol import GiveUp, HandOn, Hello, Lease, LeaseGrant, LeaseRequest, Push, Renew, RenewReply, Request
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
@@ -126,12 +126,14 @@ class Leases:
     def grant(self, tx: Transaction, request: LeaseRequest) -> LeaseGrant:
         """Lease groups while admission is open: lost ones first, then returned prompts, then new ones."""
         actor = self.current(tx, request.actor, request.epoch)
-        state, hand_on_at = tx.state, self._groups.prompts.dispatcher.hand_on_at(request)
+        state, hand_on_at = tx.state, self._groups.prompts.hand_on_at(request)
         if request.request_number == actor.last_request:
             return self._granted(tx, actor.last_leases, hand_on_at)
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
             # A late copy of a request that was answered: no client waits for what it would be granted.
             return LeaseGrant([], state.newest, state.draining)
+        if request.wants_lengths:
+            self._groups.prompts = self._groups.prompts.predicting(tx)
         leases: list[Lease] = []
         while request.request_number > actor.last_request and len(leases) < request.max_groups:
             group = self._next_group(tx, request)
@@ -156,7 +158,7 @@ class Leases:
                 lost.append(lease_id)
             else:
                 self._extend(lease_id)
-                self._groups.prompts.dispatcher.renewed(request.actor)
+                self._groups.prompts.renewed(request.actor)
         return RenewReply(lost)
 
     def give_up(self, tx: Transaction, request: GiveUp) -> None:

@@ -3,24 +3,16 @@
 Fidelity counts lengths in log-spaced buckets, two to an octave. Both distributions, of completions that were committed
 and of completions that entered a step, are counted with exponential forgetting, so that they tell of the last few
 thousand samples however long the run is.
-
-Shape and Visit are what is stored of lengths that are predicted; `planning.length_model` fills and reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from math import ceil, log, log2
+from math import ceil, log2
 
 import msgspec
 
-SHARE = 0.9
-"""The quantile of the longest of K that is foretold."""
-_LIKE_GROUPS = 4.0
-"""Groups that the assumed spread and noise weigh as much as."""
-_ASSUMED = 0.2
-"""Spread and noise before anything was seen: of 16 in 20 samples the length is within a factor of 2 of the median."""
 NUM_BUCKETS = 48
 """Two to an octave: completions up to 2^24 tokens."""
 ALARM = 0.2
@@ -33,71 +25,6 @@ NUM_NAMED = 3
 """How many starved buckets a warning names."""
 _RESCALE_AT = 1e9
 _LONG = 0.95
-
-
-class Shape(msgspec.Struct):
-    """What all prompts have in common, as sums that forget."""
-
-    num_groups: float = 0.0
-    level: float = 0.0
-    noise_sum: float = _LIKE_GROUPS * _ASSUMED
-    noise_weight: float = _LIKE_GROUPS
-    spread_sum: float = _LIKE_GROUPS * _ASSUMED
-    spread_weight: float = _LIKE_GROUPS
-    again_product: float = 0.0
-    """Of what a visit showed and what the visit before had left; where nothing fades it equals `again_square`."""
-    again_square: float = 0.0
-    again_versions: float = 0.0
-    """Versions between the two, weighed as these."""
-    num_foretold: float = 0.0
-    """Groups; from here on of what was foretold of them before they were leased or seen."""
-    num_covered: float = 0.0
-    """Those whose longest completion was no longer than that."""
-    num_late: float = 0.0
-    """Those that the slowest lane would have been late with, by what was foretold."""
-    total_square: float = 0.0
-    """Of the means of groups, from the level."""
-    error_square: float = 0.0
-
-    @property
-    def noise(self) -> float:
-        """Variance of log tokens among the samples of a group."""
-        return max(1e-6, self.noise_sum / self.noise_weight)
-
-    @property
-    def spread(self) -> float:
-        return max(1e-6, self.spread_sum / self.spread_weight)
-
-    @property
-    def covered(self) -> float:
-        """Share of the groups whose longest completion was no longer than foretold: `SHARE` where all is right."""
-        return self.num_covered / self.num_foretold if self.num_foretold else 0.0
-
-    @property
-    def late(self) -> float:
-        """Share of the groups that the slowest lane would have been late with, by what was foretold."""
-        return self.num_late / self.num_foretold if self.num_foretold else 0.0
-
-    @property
-    def foretold(self) -> float:
-        """Share of the variance among the means of groups that was foretold; below 0 it misled."""
-        return 1.0 - self.error_square / self.total_square if self.total_square else 0.0
-
-    @property
-    def fading(self) -> float:
-        """What a prompt has of its own fades by e in 1 / this versions."""
-        if self.again_product >= self.again_square or not self.again_versions:
-            return 0.0
-        left = max(0.05, self.again_product / self.again_square)
-        return -log(left) * self.again_square / self.again_versions
-
-
-class Visit(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a prompt after a group of it: at that version its own part is N(mean, variance)."""
-
-    mean: float
-    variance: float
-    version: int
 
 
 def bucket_of(num_tokens: float) -> int:

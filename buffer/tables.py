@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from buffer.ledger import COMMITTED_STATES, Ledger
-from buffer.lengths import Fidelity, LengthFidelity, Shape
+from buffer.lengths import Fidelity, LengthFidelity
 from buffer.protocol import Lease
 from common.staleness import PolicyVersion, effective_version
 
@@ -36,6 +36,67 @@ class Incarnation(msgspec.Struct, frozen=True):
     step: int
     newest: int = 0
     """The newest version that it can have published; 0 for the present one, where it is not known yet."""
+
+
+class Shape(msgspec.Struct):
+    """What lengths of all prompts have in common, as sums that forget; `planning.length_model` keeps it.
+
+    Noise and spread begin as four groups that assume 0.2: of 16 in 20 samples the length is within a factor of 2 of the
+    median.
+    """
+
+    num_groups: float = 0.0
+    level: float = 0.0
+    noise_sum: float = 0.8
+    noise_weight: float = 4.0
+    spread_sum: float = 0.8
+    spread_weight: float = 4.0
+    again_product: float = 0.0
+    """Of what a visit showed and what the visit before had left; equals `again_square` while nothing fades."""
+    again_square: float = 0.0
+    again_versions: float = 0.0
+    """Versions between the two, weighed as these."""
+    num_foretold: float = 0.0
+    """Groups with a prediction."""
+    num_covered: float = 0.0
+    """Those whose longest completion was no longer than predicted."""
+    num_late: float = 0.0
+    """Those that the slowest lane was predicted to be late with."""
+    total_square: float = 0.0
+    """Of the means of groups, from the level."""
+    error_square: float = 0.0
+    """Of the means of groups, from their predictions."""
+
+
+class Visit(msgspec.Struct, frozen=True, array_like=True):
+    """Lengths of a prompt after a group of it: at that version its own part is N(mean, variance)."""
+
+    mean: float
+    variance: float
+    version: int
+
+
+class Tries(msgspec.Struct, frozen=True, array_like=True):
+    """Samples of a prompt by their success, as they counted at a version."""
+
+    passed: float
+    failed: float
+    version: int
+
+    @property
+    def rate(self) -> float:
+        """Mean of the posterior of the rate of success, with one success and one failure as prior."""
+        return (1.0 + self.passed) / (2.0 + self.passed + self.failed)
+
+
+class Waiting(NamedTuple):
+    """A prompt of the window."""
+
+    order: int
+    """Its place in the order of the law, all epochs counted."""
+    prompt_id: int
+    longest: float
+    """Predicted tokens of the longest of its samples."""
 
 
 class StoreState(msgspec.Struct):
@@ -87,7 +148,14 @@ class StoreState(msgspec.Struct):
     def length_fidelity(self) -> LengthFidelity:
         """How far lengths trained are from lengths generated, and these from what was foretold."""
         known = self.lengths
-        return replace(self.fidelity.now, covered=known.covered, foretold=known.foretold, late=known.late)
+        if not known.num_foretold:
+            return self.fidelity.now
+        return replace(
+            self.fidelity.now,
+            covered=known.num_covered / known.num_foretold,
+            foretold=1.0 - known.error_square / known.total_square if known.total_square else 0.0,
+            late=known.num_late / known.num_foretold,
+        )
 
     def newest_possible(self, updates_per_step: int) -> int:
         """The newest version that the present incarnation can have published.

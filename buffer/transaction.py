@@ -15,11 +15,9 @@ import lmdb
 import msgspec
 import xxhash
 
-from buffer.dispatch import Tries, Waiting
 from buffer.errors import CorruptRecord
-from buffer.lengths import Visit
 from buffer.rows import records_in
-from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState
+from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState, Tries, Visit, Waiting
 
 V = TypeVar("V")
 

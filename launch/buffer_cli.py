@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from buffer.dispatch import rate_of
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
 from buffer.nonsense import SetAside
@@ -218,7 +217,7 @@ def _group_line(group: GroupView) -> str:
     lengths = f"{min(n)}..{max(n)} ({np.mean(n):.0f})" if n else "-"
     foretold = f"  longest {max(row.completion_lengths)}, foretold {row.foretold}" if row.foretold else ""
     tries = group.tries
-    success = "" if tries is None else f"  success {rate_of(tries):.2f} of {tries.passed + tries.failed:.1f}"
+    success = "" if tries is None else f"  success {tries.rate:.2f} of {tries.passed + tries.failed:.1f}"
     return (
         f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {number(row.mean_reward):>8} {version:>7} "
         f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}{foretold}{success}"

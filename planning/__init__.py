@@ -6,7 +6,8 @@ verbs      `leeway profile` and `leeway plan`
 profiling  what a run cost, from folders of runs; two short ones that are made for it
 planner    Planner: the best plan of a config on its hosts (`plans`: hosts, what a run would do, by
            simulated runs, the patch)
-dispatch   DeadlineDispatcher: who gets which prompt, by how long its answers will be (`length_model`)
+prompts    ChosenPrompts: prompts by chance, by their success, and by how long their answers will be (`length_model`);
+           `dispatch`: policies of who gets which
 ranking    Ranker: predicts lengths of answers to new prompts (`ranker_service`: its process)
 kv_gate    KvGate: which samples an engine starts, as its cache has room for them to their end
 fused      FusedPasses: policy and critic model at once (`learner.schedule = "fused"`), in an order of `orders`

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffer.dispatch import MOST_LOOKED_AT, ByChance, Pace, Waiting, Window, likely_tokens, window_size
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
 from buffer.lengths import bucket_of
+from buffer.prompts import MOST_LOOKED_AT, Pace
 from buffer.samplers import build
-from buffer.tables import Group
+from buffer.tables import Group, Waiting
 from planning.dispatch import POLICIES, Speeds
 from planning.length_model import LengthModel
 from planning.lengths import PromptStream
+from planning.prompts import ByChance, Window, lag_budget_s, likely_tokens, window_size
 from planning.world import EnginePool, World
 
 _UNREWARDED = Group.new(0, 0, 2)
@@ -248,7 +249,7 @@ class SimulatedPrompts:
             self._lengths.see(group.prompt, lengths, [length >= self._longest for length in lengths], version)
 
     def _speeds(self, pool: EnginePool) -> Speeds:
-        return Speeds(self._token_s[pool.name], self._lanes, self.pace.budget_s(self._world.contract))
+        return Speeds(self._token_s[pool.name], self._lanes, lag_budget_s(self.pace, self._world.contract))
 
     def _came_back(self, speeds: Speeds, version: int) -> int | None:
         first = self._returned[: 1 if self._policy.is_in_order(speeds) else MOST_LOOKED_AT]

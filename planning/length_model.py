@@ -21,10 +21,12 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from buffer.lengths import SHARE, Shape, Visit
+from buffer.tables import Shape, Visit
 
 Floats = npt.NDArray[np.float64]
 
+SHARE = 0.9
+"""The quantile of the longest of K that is predicted."""
 LEVEL_MEMORY, SHAPE_MEMORY = 256, 2048
 """Groups after which what they say of the level, and of spreads, has faded by e."""
 MOST_TOLD = 50_000
@@ -53,6 +55,25 @@ class LengthModel:
             self._expected = np.zeros(len(self._means), np.float32)
         self._expected[first : first + len(means)] = means
         self._expected_variance = variance
+
+    @property
+    def noise(self) -> float:
+        """Variance of log tokens among the samples of a group."""
+        return max(1e-6, self.shape.noise_sum / self.shape.noise_weight)
+
+    @property
+    def spread(self) -> float:
+        """Variance of what prompts have of their own."""
+        return max(1e-6, self.shape.spread_sum / self.shape.spread_weight)
+
+    @property
+    def fading(self) -> float:
+        """Return f: what a prompt has of its own fades by e in 1 / f versions."""
+        shape = self.shape
+        if shape.again_product >= shape.again_square or not shape.again_versions:
+            return 0.0
+        left = max(0.05, shape.again_product / shape.again_square)
+        return -log(left) * shape.again_square / shape.again_versions
 
     @property
     def is_expecting(self) -> bool:
@@ -93,7 +114,7 @@ class LengthModel:
             is_late: the slowest lane would have been late with it, as was foretold.
         """
         shape, (own, variance), size = self.shape, self._own_at(prompt, version), len(lengths)
-        weight, after = variance / (variance + shape.noise / size), own
+        weight, after = variance / (variance + self.noise / size), own
         values, beyond = [log(max(1, length)) for length in lengths], 0.0
         if shape.num_groups < LEVEL_MEMORY:
             shape.num_groups += 1.0
@@ -114,7 +135,7 @@ class LengthModel:
         """Mean of the log tokens of a sample of each prompt at a version, and the variance of what siblings share."""
         shape = self.shape
         passed = np.maximum(0, version - self._versions[prompts])
-        left = np.where(self._versions[prompts] == _NEVER, 0.0, np.exp(-shape.fading * passed))
+        left = np.where(self._versions[prompts] == _NEVER, 0.0, np.exp(-self.fading * passed))
         expected = 0.0 if self._expected is None else self._expected[prompts]
         own = left * self._means[prompts] + (1.0 - left) * expected
         return shape.level + own, left**2 * self._variances[prompts] + (1.0 - left**2) * self._unknown
@@ -133,7 +154,7 @@ class LengthModel:
         K is one number, or one for each prompt; each that was not asked for before takes some milliseconds.
         """
         means, shared = self.of(prompts, version)
-        total, sizes = shared + self.shape.noise, np.broadcast_to(group_size, prompts.shape)
+        total, sizes = shared + self.noise, np.broadcast_to(group_size, prompts.shape)
         scores = np.empty(len(prompts))
         for size in np.unique(sizes).tolist():
             scores[sizes == size] = np.interp((shared / total)[sizes == size], _SHARES, _scores_of_longest(size))
@@ -146,7 +167,7 @@ class LengthModel:
         visit, expected = self.get(prompt), self._expected_of(prompt)
         if visit is None:
             return expected, self._unknown
-        left = exp(-self.shape.fading * max(0, version - visit.version))
+        left = exp(-self.fading * max(0, version - visit.version))
         own = left * visit.mean + (1.0 - left) * expected
         return own, left**2 * visit.variance + (1.0 - left**2) * self._unknown
 
@@ -156,11 +177,11 @@ class LengthModel:
     @property
     def _unknown(self) -> float:
         """Variance of what a prompt has of its own around what is expected of it."""
-        return self.shape.spread if self._expected is None else self._expected_variance
+        return self.spread if self._expected is None else self._expected_variance
 
     def _uncut(self, lengths: Sequence[int], cut: Sequence[bool], own: float) -> tuple[list[float], float]:
         """Log tokens, and of what was cut the mean of those that come as far; and the variances of these, added up."""
-        center, noise = self.shape.level + own, self.shape.noise
+        center, noise = self.shape.level + own, self.noise
         values, variances = [], 0.0
         for length, is_cut in zip(lengths, cut, strict=True):
             value = log(max(1, length))
@@ -175,7 +196,7 @@ class LengthModel:
     def _compare(self, values: Sequence[float], own: float, variance: float, is_late: bool) -> None:
         """What was foretold of a group, N(own, variance) for its prompt, with what came."""
         shape, keep = self.shape, 1.0 - 1.0 / SHAPE_MEMORY
-        total = variance + shape.noise
+        total = variance + self.noise
         score = float(np.interp(variance / total, _SHARES, _scores_of_longest(len(values))))
         shown = sum(values) / len(values) - shape.level
         shape.num_foretold = keep * shape.num_foretold + 1.0
@@ -193,7 +214,7 @@ class LengthModel:
             shape.noise_sum = keep * shape.noise_sum + within
             shape.noise_weight = keep * shape.noise_weight + (size - 1)
         shown = mean - shape.level
-        shape.spread_sum = max(0.0, keep * shape.spread_sum + shown**2 - shape.noise / size)
+        shape.spread_sum = max(0.0, keep * shape.spread_sum + shown**2 - self.noise / size)
         shape.spread_weight = keep * shape.spread_weight + 1.0
         visit = self.get(prompt)
         if visit is not None and version > visit.version:

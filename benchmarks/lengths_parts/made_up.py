@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.tasks.task import Problem
-from buffer.dispatch import Waiting, Window, window_size
+from buffer.tables import Waiting
 from planning.dispatch import ByDeadline, Speeds
 from planning.length_model import LengthModel
+from planning.prompts import Window, window_size
 from planning.ranking import Features, expect
 
 Floats = npt.NDArray[np.float64]

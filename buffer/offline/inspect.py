@@ -20,13 +20,12 @@ import numpy as np
 import pyarrow as pa
 
 from buffer import rows
-from buffer.dispatch import Tries
 from buffer.errors import CorruptRecord
 from buffer.nonsense import SetAside
 from buffer.rows import SCHEMA_VERSION
 from buffer.schema import all_rows, join_rows
 from buffer.store import RESTORE, Store, buffer_folder
-from buffer.tables import NO_RECORD, Group, StoreState
+from buffer.tables import NO_RECORD, Group, StoreState, Tries
 from buffer.transaction import Transaction
 
 T = TypeVar("T")

@@ -55,7 +55,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
             refill_uninformative=refill,
             prompt_law=prompt_law,
         )
-        self.patched.setattr("buffer.prompts.LEAST_TAU", data.draw(st.sampled_from([2.0, 20.0])))
+        self.patched.setattr("planning.prompts.LEAST_TAU", data.draw(st.sampled_from([2.0, 20.0])))
         self.buffer = InProcessBuffer(self.folder, facts, config)
         self.max_lag, self.staleness, self.updates_per_step = max_lag, staleness, updates_per_step
         self.epochs = dict.fromkeys(NAMES, 0)

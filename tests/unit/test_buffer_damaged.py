@@ -7,10 +7,10 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
-from buffer.lengths import Visit
 from buffer.rows import records_in
 from buffer.service import BufferService
 from buffer.store import Store
+from buffer.tables import Visit
 from buffer.transaction import _pack
 from tests.world.buffer import Actor, generate, key_of_block, train
 

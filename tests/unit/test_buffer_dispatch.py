@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.dispatch import Pace, Waiting, Window, order_of, window_size
-from buffer.tables import Group
+from buffer.prompts import Pace, order_of
+from buffer.tables import Group, Waiting
 from common.staleness import StalenessConfig, StalenessContract
 from planning.dispatch import HAND_ON_SHARE, POLICIES, ByDeadline, InOrder, LongestFirst, Speeds
+from planning.prompts import ChosenPrompts, Window, lag_budget_s, window_size
 from tests.world.buffer import Actor, generate
 
 FAST, SLOW = 0.01, 0.02
@@ -125,14 +126,14 @@ def test_the_budget_is_the_steps_that_may_lie_between_without_the_training_of_it
     now = [0.0]
     pace = Pace(lambda: now[0])
     contract = StalenessContract(StalenessConfig(max_lag=2), 4)
-    assert pace.budget_s(contract) == inf
+    assert lag_budget_s(pace, contract) == inf
     for _ in range(60):
         now[0] += 3.0
         pace.drawn()
         now[0] += 2.0
         pace.finished()
-    assert pace.budget_s(contract) == pytest.approx(2 * 5.0 - 2.0)
-    assert pace.budget_s(StalenessContract(StalenessConfig(max_lag="unbounded"), 4)) == inf
+    assert lag_budget_s(pace, contract) == pytest.approx(2 * 5.0 - 2.0)
+    assert lag_budget_s(pace, StalenessContract(StalenessConfig(max_lag="unbounded"), 4)) == inf
 
 
 # --- in a store -----------------------------------------------------------------------------------
@@ -179,7 +180,8 @@ def test_every_prompt_is_leased_once_in_an_epoch_also_across_restarts(make, poli
             fleet.buffer.restart()
             for token_s in LANES:  # who asks how fast is said anew
                 seen += [lease.prompt_id for lease in fleet.ask(token_s)]
-    ahead = [each.prompt_id for each in fleet.buffer.core.groups.prompts._window]
+    window = fleet.buffer.store.read(lambda tx: [waiting for _, waiting in tx.window.all_items()])
+    ahead = [each.prompt_id for each in window]
     order = [*order_of(7, 0, NUM_PROMPTS), *order_of(7, 1, NUM_PROMPTS), *order_of(7, 2, NUM_PROMPTS)]
     assert sorted([*seen, *ahead]) == sorted(order[2 * G :][: len(seen) + len(ahead)])
 
@@ -189,11 +191,9 @@ def test_the_fast_lane_gets_what_is_long_as_soon_as_lengths_are_known(make):
     prompts, long = fleet.buffer.core.groups.prompts, {3, 14, 15, 92}
 
     def learn(tx):
-        prompts.dispatcher.lengths.shape = tx.state.lengths
+        prompts.lengths.shape = tx.state.lengths
         for prompt in 3 * [*range(NUM_PROMPTS)]:
-            tx.lengths.put(
-                prompts.dispatcher.lengths.see(prompt, 2 * [900 if prompt in long else 20], 2 * [False], 0), prompt
-            )
+            tx.lengths.put(prompts.lengths.see(prompt, 2 * [900 if prompt in long else 20], 2 * [False], 0), prompt)
 
     fleet.buffer.store.write(learn)
     fleet.step(1)
@@ -245,9 +245,9 @@ def test_a_lease_says_how_long_answers_are_where_its_actor_asks_and_lengths_are_
         return told
 
     assert set(epoch(False).values()) == {0.0}
-    assert not buffer.core.groups.prompts.dispatcher.predicts, "nobody has asked"
+    assert not isinstance(buffer.core.groups.prompts, ChosenPrompts), "nobody has asked"
     assert set(epoch(True).values()) == {0.0}, "and nothing was learned"
-    assert buffer.core.groups.prompts.dispatcher.lengths.num_seen == 8
+    assert buffer.core.groups.prompts.lengths.num_seen == 8
     told = epoch(True)
     assert len(told) == 8
     assert max(told[0], told[1]) < min(told[6], told[7])
@@ -274,7 +274,7 @@ def test_a_lane_that_renews_is_not_gone_and_one_that_is_gone_counts_nowhere(make
     prompts, buffer = fleet.buffer.core.groups.prompts, fleet.buffer
     fleet.step(1)
     prompts.pace.step_s, prompts.pace.train_s = 0.02, 0.0
-    fast, num_seen = Actor(buffer, "fast"), prompts.dispatcher.lengths.num_seen
+    fast, num_seen = Actor(buffer, "fast"), prompts.lengths.num_seen
     asked = p.LeaseRequest(fast.name, 1, 1, 1, "fast", FAST)
     [lease] = buffer.ask(asked, p.LeaseGrant).leases
     for _ in range(3):  # all of its slots are busy
@@ -285,7 +285,7 @@ def test_a_lane_that_renews_is_not_gone_and_one_that_is_gone_counts_nowhere(make
         granted = fleet.granted(SLOW)
         assert (granted.hand_on_at > 0) == hands_on
         assert fleet.actor.work(granted.leases[0]) == ["committed"] * 2
-        assert prompts.dispatcher.lengths.num_seen == num_seen + 1, "with one lane nothing is learned"
+        assert prompts.lengths.num_seen == num_seen + 1, "with one lane nothing is learned"
 
 
 def test_a_prompt_that_was_dropped_is_not_given_back_to_a_lane_that_would_be_late_again(make):
@@ -293,11 +293,9 @@ def test_a_prompt_that_was_dropped_is_not_given_back_to_a_lane_that_would_be_lat
     prompts, long = fleet.buffer.core.groups.prompts, 5
 
     def drop(tx):
-        prompts.dispatcher.lengths.shape = tx.state.lengths
+        prompts.lengths.shape = tx.state.lengths
         for prompt in 3 * [*range(NUM_PROMPTS)]:
-            tx.lengths.put(
-                prompts.dispatcher.lengths.see(prompt, 2 * [900 if prompt == long else 20], 2 * [False], 0), prompt
-            )
+            tx.lengths.put(prompts.lengths.see(prompt, 2 * [900 if prompt == long else 20], 2 * [False], 0), prompt)
         prompts.give_back(tx, long, 0)
         prompts.give_back(tx, 6, 0)
 

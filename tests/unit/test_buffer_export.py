@@ -12,7 +12,6 @@ import pytest
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.dispatch import Tries
 from buffer.errors import StoreError
 from buffer.offline import inspect as inspecting
 from buffer.offline import verify as verifying
@@ -21,6 +20,7 @@ from buffer.offline.sample_file import STATE, export, version_bounds
 from buffer.offline.verify import compact, verify
 from buffer.rows import SPAN
 from buffer.store import Store, own
+from buffer.tables import Tries
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "buffer.md"

@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from buffer.lengths import Shape, Visit
+from buffer.tables import Shape, Visit
 from planning import length_model
 from planning.length_model import LengthModel
 
@@ -54,8 +54,8 @@ def test_after_two_epochs_groups_are_ranked_as_well_as_by_whoever_knew_the_law()
         best.append(recall(seen, total))
     assert np.mean(found) >= 0.99 * np.mean(best)
     assert np.mean(found) > 0.75
-    assert model.shape.spread == pytest.approx(SPREAD, rel=0.1)
-    assert model.shape.noise == pytest.approx(NOISE, rel=0.1)
+    assert model.spread == pytest.approx(SPREAD, rel=0.1)
+    assert model.noise == pytest.approx(NOISE, rel=0.1)
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1, 3])
@@ -109,8 +109,8 @@ def test_what_a_prompt_had_of_its_own_is_forgotten_as_fast_as_it_changes():
         other.epoch(changing, version=100 * epoch)
         fresh = other.random.normal(0.0, math.sqrt(SPREAD), NUM_PROMPTS)
         other.own = 0.5 * other.own + math.sqrt(0.75) * fresh
-    assert 100 * steady.shape.fading < 0.05
-    assert math.exp(-100 * changing.shape.fading) == pytest.approx(0.5, abs=0.1)
+    assert 100 * steady.fading < 0.05
+    assert math.exp(-100 * changing.fading) == pytest.approx(0.5, abs=0.1)
     prompts = np.arange(NUM_PROMPTS)
     error = changing.of(prompts, 400)[0] - LEVEL - other.own
     assert np.mean(error**2) == pytest.approx(np.mean(changing.of(prompts, 400)[1]), rel=0.15)
@@ -176,7 +176,7 @@ def test_however_many_are_cut_what_is_foretold_stays_finite_and_near_the_longest
         world.epoch(model)
     foretold = model.longest_of(np.arange(300), group_size, 0)
     assert np.isfinite(foretold).all()
-    assert model.shape.noise < 2.0
+    assert model.noise < 2.0
     assert math.exp(model.shape.level) < 50 * longest
 
 
@@ -184,4 +184,4 @@ def test_of_cut_groups_the_variance_of_samples_is_found():
     world, model = World(longest=300), LengthModel(NUM_PROMPTS)
     for _ in range(6):
         world.epoch(model)
-    assert model.shape.noise == pytest.approx(NOISE, rel=0.2)
+    assert model.noise == pytest.approx(NOISE, rel=0.2)

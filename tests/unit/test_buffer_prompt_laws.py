@@ -10,21 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import roots_jacobi
 
-from buffer import dispatch
 from buffer.config import BufferConfig
-from buffer.dispatch import (
-    FLOOR,
-    ByChance,
-    EpochOrder,
-    SuccessModel,
-    Tries,
-    order_of,
-    rate_of,
-)
-from buffer.lengths import Shape
+from buffer.prompts import order_of
+from buffer.tables import Shape, Tries
+from planning import prompts as laws
 from planning.buffer import SimulatedPrompts
 from planning.length_model import LengthModel
 from planning.lengths import PromptStream
+from planning.prompts import FLOOR, ByChance, EpochOrder, SuccessModel
 from tests.unit.test_planning_simulator import world
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
 
@@ -63,7 +56,7 @@ def test_the_weight_is_the_expectation_over_the_posterior_of_all_samples_by_thei
             a += exp(-(now - at) / TAU)
         for _ in range(num_failed):
             b += exp(-(now - at) / TAU)
-    (weight,) = model.weights(np.array([0]), now)
+    (weight,) = model.weights(now)
     assert weight == pytest.approx(mean_under_beta(a, b, lambda p: p * (1.0 - p)), rel=1e-9)
     assert weight.dtype == np.float64
 
@@ -73,7 +66,7 @@ def test_the_rate_is_the_mean_of_the_posterior(visits):
     model, _ = seen(visits)
     tries = model.get(0) or Tries(0.0, 0.0, 0)
     expected = mean_under_beta(1.0 + tries.passed, 1.0 + tries.failed, lambda p: p)
-    assert rate_of(tries) == pytest.approx(expected, rel=1e-9)
+    assert tries.rate == pytest.approx(expected, rel=1e-9)
 
 
 def test_what_is_unknown_or_long_ago_weighs_a_sixth_and_half_solved_prompts_weigh_most():
@@ -81,17 +74,17 @@ def test_what_is_unknown_or_long_ago_weighs_a_sixth_and_half_solved_prompts_weig
     model.see(1, 400, 400, 0)
     model.see(2, 800, 0, 0)
     model.see(3, 0, 800, 0)
-    unknown, half, solved, hopeless = model.weights(np.arange(4), 0)
+    unknown, half, solved, hopeless = model.weights(0)
     assert unknown == pytest.approx(1 / 6)
     assert half == pytest.approx(1 / 4, rel=2e-3)
     assert solved == hopeless == pytest.approx(1 / 803, rel=1e-2)
-    assert model.weights(np.arange(4), 40 * round(TAU)) == pytest.approx([1 / 6] * 4)
+    assert model.weights(40 * round(TAU)) == pytest.approx([1 / 6] * 4)
 
 
 def test_a_learner_that_goes_back_makes_no_sample_count_for_more_than_one():
     model = SuccessModel(1, TAU)
     model.see(0, 3, 1, 100)
-    assert model.weights(np.array([0]), 20) == model.weights(np.array([0]), 100)
+    assert model.weights(20) == model.weights(100)
     assert model.see(0, 1, 0, 20) == Tries(4.0, 1.0, 20)
 
 
@@ -178,7 +171,7 @@ class Run:
 
 
 def test_prompts_that_are_solved_half_of_the_time_are_trained_more_and_none_is_left_out(make, monkeypatch):
-    monkeypatch.setattr(dispatch, "FLOOR", 0.3)
+    monkeypatch.setattr(laws, "FLOOR", 0.3)
     run = Run(make).go(120)
     times = Counter(run.leased)
     assert times.keys() == set(range(NUM_PROMPTS))
