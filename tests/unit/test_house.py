@@ -8,13 +8,13 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 181,
-    "lines": 48_106,
-    "lines without planning": 42_946,
-    "lines of buffer": 8_775,
-    "lines of launch": 12_733,
+    "lines": 48_007,
+    "lines without planning": 42_572,
+    "lines of buffer": 8402,
+    "lines of launch": 12_732,
     "lines of shell": 910,
     "lines of the report's page": 428,
-    "lines of examples": 1_034,
+    "lines of examples": 1034,
     "longest file": 476,
     "longest function": 57,
     "modules imported by exactly one other": 33,
