@@ -58,7 +58,7 @@ class UpdateRefused(EngineError):
 
 
 RequestKey = tuple[int, int]
-"""Of a request that may be interrupted: its lease and the index of its sample."""
+"""Lease and index of the sample in its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,8 @@ class UpdateTiming:
     """What one update cost."""
 
     pause_s: float
-    """From the request to pause until generation went on."""
     load_s: float
-    """The share of it that loaded the weights, and verified them where `prepare` had not."""
+    """Of `pause_s`, what loaded the weights, and verified them where `prepare` had not."""
 
 
 class Engine:
@@ -95,29 +94,27 @@ class Engine:
         self._sockets = sockets
         self._config = config
         self.version = version
-        """That new requests start under."""
         self._stop_token_ids = stop_token_ids
         self._numbers = itertools.count()
         self._known_sampling: dict[float, SamplingParams] = {}
         self._running: dict[RequestKey, _Running] = {}
-        """Of an engine that died, those that it had then."""
+        """After the engine died, those that it had then."""
         self._broken: str | None = None
         self._verified: dict[str, Any] | None = None
-        """What `prepare` verified last, until it is applied."""
-        # held while weights change, so that a request's cache salt names the version that it starts under
+        # held while weights change, so that a request's cache salt is the version that it starts under
         self._updating = asyncio.Lock()
 
     @classmethod
     async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
-        """Start an engine. Takes 20 to 30 seconds on CPU, during which the event loop stands still.
+        """Start an engine, which takes 20 to 30 seconds on CPU and blocks the event loop. Give every actor another
+        seed.
 
-        `model_path` is a checkpoint from `common.serving_model.prepare_serving_model`, and `version` what its weights
-        are called in spans. Give every actor another seed.
+        `model_path` is a checkpoint from `common.serving_model.prepare_serving_model`, `version` that of its weights.
 
         Raises:
             ModelFolderError: the checkpoint is incomplete.
             EngineDead: the engine did not come up.
-            OSError: its sockets have no place.
+            OSError: there is no place for its sockets.
         """
         facts = check_model_folder(model_path)
         load_engine(config)
@@ -146,21 +143,18 @@ class Engine:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, mean so far: a token of each running sample; 0 before the first."""
+        """Mean seconds of a step so far, which makes a token of each running sample; 0 before the first."""
         return self._stats.step_s
 
     @property
     def num_steps(self) -> int:
-        """Steps so far: a token of each running sample."""
         return self._stats.num_steps
 
     @property
     def cache(self) -> KvCache | None:
-        """Its room for keys and values; None where that is not known."""
         return self._stats.cache
 
     def report(self) -> EngineReport:
-        """What its steps cost, and how full it is."""
         return self._stats.report()
 
     async def generate(
@@ -177,15 +171,14 @@ class Engine:
 
         Args:
             prompt_token_ids: the prompt.
-            temperature: unset: the configured one; 0 is greedy, for evaluation.
+            temperature: unset: the configured one; 0 is greedy.
             max_new_tokens: unset: the configured one.
-            seed: of this request's samples; unset: the engine's generator.
-            prefix: the first tokens of the completion, which `ended` says to be incomplete; the others are generated,
-                and the result has all.
-            key: by which `interrupt` and `so_far` know the request.
+            seed: unset: the engine's generator.
+            prefix: first tokens of a completion that `ended` says to be incomplete; the result holds them too.
+            key: by which `interrupt` and `so_far` find the request.
 
         Raises:
-            RequestRefused: too long, or otherwise not as the engine wants it.
+            RequestRefused: too long, or otherwise refused by vLLM.
             EngineDead: the engine is gone.
         """
         params = self._sampling(temperature, max_new_tokens, seed)
@@ -205,22 +198,18 @@ class Engine:
         return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
 
     def runs(self, key: RequestKey) -> bool:
-        """Has the engine a request of this key? Or had it one when it died?"""
+        """Return whether the engine has a request of this key, or had it when it died."""
         return key in self._running
 
     async def interrupt(self, keys: Iterable[RequestKey]) -> None:
-        """End these requests now: their `generate` returns what there is of them. One that has ended is left alone.
-
-        Raises:
-            EngineDead: the engine is gone; `so_far` still says what there is.
-        """
+        """End these requests now: `generate` returns their tokens so far. EngineDead if the engine is gone."""
         llm = self._llm
         if llm is None or llm.errored:  # not `_alive`: in the middle of an update requests can be ended too
             raise EngineDead(self._last_words())
         await llm.abort([self._running[key].request_id for key in keys if key in self._running])
 
     def so_far(self, key: RequestKey) -> Generation | None:
-        """What there is of a request that runs, or ran when the engine died; None where there is nothing."""
+        """Return the tokens so far of a request that runs, or ran when the engine died; None if there are none."""
         running, llm = self._running.get(key), self._llm
         if running is None or llm is None:
             return None
@@ -237,20 +226,18 @@ class Engine:
     async def _run(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, key: RequestKey | None, prefix: Prefix | None
     ) -> tuple[PolicyVersion, RequestOutput]:
-        """Send one request; the version that it was sent under, and its output."""
         from vllm.inputs.engine import tokens_input
 
         if self._updating.locked():
             async with self._updating:
                 pass
         llm = self._alive()
-        # prefixes cached under one version are never reused under another
         version = self.version
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
+        # prefixes cached under one version are never reused under another
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=version.key)
         request_id = f"r{next(self._numbers)}"
-        # what was handed on is the last to be preempted: most would have to be computed anew
+        # requests with a long prefix are preempted last: most would have to be computed anew
         num_there = 0 if prefix is None else len(prefix.token_ids)
-        has_died = False
         if key is not None:
             self._running[key] = _Running(request_id, prefix, version)
         try:
@@ -261,27 +248,21 @@ class Engine:
         except Exception as error:
             if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
-            has_died = True
+            key = None  # `so_far` still returns what there was
             raise EngineDead(self._last_words()) from error
         finally:
-            if key is not None and not has_died:  # else `so_far` still says what there was
+            if key is not None:
                 del self._running[key]
         if final is None:
             raise RequestRefused("vLLM ended a request without an output")
         return version, final
 
-    def _cache_salt(self) -> str:
-        return self.version.key
-
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
         """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
 
-        The version is held against removal until it is applied. An engine that takes longer than `timeout_s` counts as
-        dead.
-
         Raises:
             UpdateRefused: the version is not as published, or of another model; nothing has changed.
-            EngineDead: the engine is gone.
+            EngineDead: the engine is gone, or took longer than `timeout_s`.
         """
         llm = self._alive()
         try:
@@ -300,13 +281,13 @@ class Engine:
     ) -> UpdateTiming:
         """Put newer weights under the running requests. New requests wait until it is done.
 
-        What `prepare` has not verified is verified in the pause; not where several ranks share a model, for one could
+        What `prepare` has not verified is verified in the pause, but not if several ranks share a model: one could
         refuse what another has loaded. With `kv_cache` "keep" running requests keep their attention keys of the old
-        version. An engine that takes longer than `timeout_s` counts as dead.
+        version.
 
         Raises:
             UpdateRefused: the version is not as published, or of another model; nothing has changed.
-            EngineDead: the update failed half way, or the engine is gone.
+            EngineDead: the update failed half way or took longer than `timeout_s`, or the engine is gone.
         """
         async with self._updating:
             llm, num_ranks = self._alive(), self._config.tensor_parallel_size
@@ -334,7 +315,7 @@ class Engine:
             return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
 
     async def stop(self) -> None:
-        """End the engine's processes; running requests fail with `EngineDead`. May be called twice."""
+        """End the engine's processes; running requests fail with `EngineDead`. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -388,9 +369,9 @@ class EngineGone(RuntimeError):
 
 
 async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
-    """Do something with an engine for as long as its process lives, or raise EngineGone.
+    """Await work with an engine; EngineGone if its process ends meanwhile.
 
-    Of an engine that died vLLM fails the requests, but calls to its workers it leaves waiting.
+    After a death vLLM fails the requests, but leaves calls to its workers waiting.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -404,7 +385,7 @@ async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
 
 
 async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
-    """Let the engine's workers verify a version while they generate; what each has against it, '' where nothing."""
+    """Have the engine's workers verify a version while they generate; return the refusal of each, or ''."""
     await llm.collective_rpc("begin_weight_verification", kwargs={"update_info": _update_of(staged)})
     pause_s = _FIRST_LOOK_S
     while None in (refusals := await llm.collective_rpc("weight_verification")):
@@ -416,7 +397,9 @@ async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
 async def swap(
     llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], num_ranks: int
 ) -> tuple[str | None, float]:
-    """Pause, load a version, go on; why it was refused before anything changed, or None, and seconds of the load."""
+    """Pause, load a version, resume; return why it was refused before anything changed, or None, and the load's
+    seconds.
+    """
     # not llm.pause_generation, which sleeps 20 ms after this very call
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
     started_s = time.perf_counter()
@@ -442,5 +425,4 @@ async def _load(llm: AsyncLLM, staged: StagedVersion, num_ranks: int) -> str | N
 
 
 def _update_of(staged: StagedVersion) -> dict[str, Any]:
-    """What the engine's weight transfer is told."""
     return {"folder": str(staged.folder), "version": staged.version.key, "dtype": staged.dtype}

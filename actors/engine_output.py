@@ -1,8 +1,7 @@
-"""What comes out of an engine, as vLLM says it: what requests generated, what steps cost, how full the cache is.
+"""What comes out of a vLLM engine.
 
-Generation   what one request generated, whole or in parts
-EngineStats  counts of steps, cache and preemptions, for an EngineReport, and sums of the steps, from which their law
-             can be fitted
+Generation   what one request generated, whole or in part
+EngineStats  counts of steps, cache and preemptions for an EngineReport
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ class Generation:
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    """Of each token under the distribution that it was sampled from."""
     spans: tuple[VersionSpan, ...]
     """Which version sampled which tokens, without gap, in order."""
     finish_reason: Literal["stop", "length", "handed_on"]
     """`HANDED_ON`: it was interrupted, and these are its first tokens, if any."""
 
     def after(self, prefix: Prefix | None) -> Generation:
-        """With the tokens that it went on from."""
+        """Prepend the tokens that it went on from."""
         if prefix is None:
             return self
         first = len(prefix.token_ids)
@@ -70,11 +68,11 @@ class Generation:
 
 
 def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation | None:
-    """Read vLLM's output; RequestRefused if it ended neither by an end-of-sequence token nor by length nor by us.
+    """Read vLLM's output; None if the request must be generated anew.
 
-    A request may wait inside the engine until weights have changed, and then find a prefix that the old ones computed.
-    What grew from that is of no version: it is left out where the request was interrupted, and else the result is None,
-    for it has to be generated anew. That does not depend on what was sampled, so nothing is favoured by it.
+    A request may wait inside the engine until weights have changed, and then reuse a prefix that the old ones computed.
+    Its tokens are of no version: they are dropped, whatever they are, so nothing is favoured. RequestRefused if it
+    ended neither by an end-of-sequence token nor by length nor by us.
     """
     output: CompletionOutput = final.outputs[0]
     spans = tuple(
@@ -101,34 +99,28 @@ def completion_of(final: RequestOutput, sent_under: PolicyVersion) -> Generation
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Counts since the start of the engine, but for `kv_usage`."""
+    """Counts since the engine's start; `kv_usage` is the greatest share of the cache in use since the last report."""
 
     num_preempted: int = 0
-    """Times that a running request had to make room in the cache; it is computed anew later."""
     num_ended: int = 0
     queued_s: float = 0.0
-    """Seconds that these had waited within the engine before their first step."""
+    """Seconds that these waited in the engine before their first step."""
     kv_usage: float = 0.0
-    """Greatest share of the cache in use since the last report."""
     moments: tuple[float, ...] = ()
-    """`common.sums.Sums` of the seconds of its steps; none before there were steps.
-
-    Those after an idle moment or a weight update are left out.
-    """
+    """`common.sums.Sums` of the seconds of its steps, but for those after an idle moment or a weight update."""
     kv_tokens: int = 0
-    """Tokens that its cache holds; 0 where it is not known."""
+    """Tokens that its cache holds; 0 if not known."""
 
 
 class EngineStats:
     """Fed by vLLM once for each step, and by the engine with what runs; read by `report`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Of an engine that has done nothing yet."""
         self._clock = clock
         self._moments = Sums(4)
         """By 1, running samples, tokens of context and computed prompt tokens."""
         self.num_steps = 0
-        """All so far, also those that are not measured: a running sample's context grows by a token in each."""
+        """All so far, measured or not: a running sample's context grows by a token in each."""
         self._running = 0
         self._prompt_tokens = 0
         self._first_steps = 0
@@ -141,11 +133,10 @@ class EngineStats:
         """Preemptions to come that an update asked for."""
         self._queued_s = 0.0
         self.cache: KvCache | None = None
-        """None until it is known."""
 
     @contextlib.contextmanager
     def request(self, num_prompt_tokens: int) -> Iterator[None]:
-        """A request is in the engine while this lasts."""
+        """Count a request while the block lasts."""
         began = self.num_steps
         self._running += 1
         self._prompt_tokens += num_prompt_tokens
@@ -158,15 +149,14 @@ class EngineStats:
             self._first_steps -= began
 
     def interrupt(self, *, recomputes: bool = False) -> None:
-        """Generation paused until now: the step that this falls into says nothing of the engine.
-
-        Where what runs is computed anew, it was preempted for that, and not for want of room.
+        """Note that generation was paused until now: the step at hand is not measured, and with `recomputes` its
+        preemptions do not count.
         """
         self._interrupted_s = self._clock()
         self._num_interrupted = self._num_in_step if recomputes else 0
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
-        """One step of the engine, as vLLM tells it."""
+        """Count one step of the engine."""
         if scheduler is not None:
             self._kv_usage = max(self._kv_usage, scheduler.kv_cache_usage)
             self._num_in_step = scheduler.num_running_reqs
@@ -191,11 +181,10 @@ class EngineStats:
 
     @property
     def step_s(self) -> float:
-        """Of a step, mean of those that were measured; 0 before the first."""
         return self._moments.total / self._moments.num_measured if self._moments.num_measured else 0.0
 
     def report(self) -> EngineReport:
-        """What is known; the greatest use of the cache begins anew."""
+        """Return the counts; the greatest use of the cache begins anew."""
         kv_usage, self._kv_usage = self._kv_usage, 0.0
         return EngineReport(
             num_preempted=self._num_preempted,
@@ -208,11 +197,9 @@ class EngineStats:
 
 
 def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
-    """What vLLM is given as a logger of its statistics."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    # one of Prometheus in name only: where there is none vLLM adds its own, which costs more than the step of a small
-    # model, and nobody reads it
+    # of Prometheus in name only: without one vLLM adds its own, which costs more than the step of a small model
     class Logger(PrometheusStatLogger):
         def __init__(self, vllm_config: VllmConfig, engine_indexes: object = None) -> None:
             stats.cache = _cache_of(vllm_config)
@@ -227,16 +214,16 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
             stats.record(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
-            """There is nothing to say."""
+            pass
 
         def record_admission_rejection(self, reason: str) -> None:
-            """Leeway admits what it sends."""
+            pass
 
     return Logger
 
 
 def _cache_of(config: VllmConfig) -> KvCache | None:
-    """What an engine's cache holds, in blocks of all layers: those of a model whose layers keep unlike much differ."""
+    """Return what an engine's cache holds, in blocks of all layers: models differ in what their layers keep."""
     cache, longest = config.cache_config, config.model_config.max_model_len
     if not cache.num_gpu_blocks or not cache.block_size or not cache.kv_cache_max_concurrency:
         return None

@@ -33,7 +33,7 @@ _CPU_BLOCK_TOKENS = 128
 _EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 _LOGITS_BYTES = 16
-"""Per sample and word: logits in 32 bits, and the copies of them that sampling and log-probabilities make."""
+"""Per sample and word: 32-bit logits, and their copies that sampling and log-probabilities make."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _SET_ALREADY = {
@@ -65,7 +65,7 @@ _SET_ON_CPU = {
 
 
 def set_environment(config: ActorsConfig) -> None:
-    """What vLLM reads from the environment only. Inherited by the engine's processes."""
+    """Set what vLLM reads from the environment only; its processes inherit it."""
     os.environ[OWNER_ENV] = str(os.getpid())
     os.environ["OMP_NUM_THREADS"] = str(threads_of(config.cpus))
     defaults = {
@@ -87,7 +87,7 @@ def set_environment(config: ActorsConfig) -> None:
 
 
 def load_engine(config: ActorsConfig) -> None:
-    """Import vLLM, which takes most of the start of an engine; `Engine.start` finds it imported."""
+    """Import vLLM, which takes most of the start of an engine."""
     set_environment(config)
     with uncollected():
         import vllm.v1.engine.async_llm  # noqa: F401
@@ -95,7 +95,7 @@ def load_engine(config: ActorsConfig) -> None:
 
 @contextlib.contextmanager
 def uncollected_children() -> Iterator[None]:
-    """The processes that vLLM starts in the block import it in the same way; our plugin turns their collector on."""
+    """Start vLLM's processes in the block without the garbage collector; our plugin turns it on again."""
     command_line = spawn.get_command_line
 
     def with_collector_off(**arguments: object) -> list[str]:
@@ -112,7 +112,7 @@ def uncollected_children() -> Iterator[None]:
 
 
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
-    """The arguments of one engine; ValueError if it could only run on a GPU and has none, or not on the one it has."""
+    """Return the arguments of one engine; ValueError if vLLM's build does not fit the GPUs reserved."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -170,14 +170,11 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
 
 
 def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable[[], int]) -> dict[str, Any]:
-    """What an engine is told of its GPU's memory.
+    """Return what an engine is told of its GPU's memory; ValueError if its share does not hold model, keys and values.
 
-    On a GPU of its own its share, of which it gives to keys and values what a trial leaves. Where others compute on
-    the same GPU the trial would measure them too, and fail where they grow or shrink meanwhile: there it is told the
-    bytes, and as its share, which has to be free before anything is loaded, those and the weights.
-
-    Raises:
-        ValueError: the share does not hold the model and its keys and values.
+    Alone on a GPU it gets its share, and gives keys and values what a trial leaves. Beside others the trial would
+    measure them too: there it is told the bytes, and as its share, which has to be free before anything is loaded,
+    those and the weights.
     """
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}
@@ -199,11 +196,7 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
 
 
 def check_engine_args(told: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """Refuse arguments that vLLM does not know, or that are not for the user to set.
-
-    Raises:
-        ValueError: names the argument, and what to use in its place.
-    """
+    """Refuse arguments that vLLM does not know or that Leeway sets; ValueError names it and the alternative."""
     set_already = {**_SET_ALREADY, **(_SET_ON_CPU if on_cpu else {})}
     for name, value in told.items():
         if name in set_already:
@@ -217,7 +210,7 @@ def check_engine_args(told: Mapping[str, Any], *, on_cpu: bool) -> None:
 
 @cache
 def known_engine_args() -> frozenset[str]:
-    """The fields of vLLM's AsyncEngineArgs, read from its source, since its import takes seconds; none without it."""
+    """Return the fields of vLLM's AsyncEngineArgs from its source, since its import takes seconds; none without it."""
     found = find_spec("vllm")
     file = Path(found.origin).parent / "engine" / "arg_utils.py" if found is not None and found.origin else None
     if file is None or not file.is_file():
@@ -236,18 +229,16 @@ _SOCKETS_ENV = "VLLM_RPC_BASE_PATH"
 _END_S = 10.0
 _MAX_PATH_BYTES = 107
 _NAME_BYTES = 37
-"""Of those that vLLM makes: a slash and a UUID."""
 _KIN = r"leeway-{user}-vllm-\d+-\d{{1,9}}"
-"""Names of such folders alone: those of fetched weights beside them, where the next actor resumes what a killed one
-began to fetch, end in the twelve characters of a store's name."""
+"""Pattern of such folders alone: those of fetched weights beside them end in the name of a store."""
 _numbers = itertools.count()
 
 
 class EngineSockets:
     """A folder for the sockets between one engine's processes, readable by this user alone.
 
-    It goes with the engine; the next engine removes a killed one's. vLLM would put them into the temporary folder, by
-    random names, where a killed engine's stay for ever.
+    It is removed with the engine, or by the next engine after a kill. vLLM's own names in the temporary folder stay
+    forever.
     """
 
     def __init__(self) -> None:
@@ -265,9 +256,9 @@ class EngineSockets:
         os.environ[_SOCKETS_ENV] = str(path)
 
     async def end(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """End vLLM's ZeroMQ context, which it leaves to the garbage collector, and remove the folder.
+        """Terminate vLLM's ZeroMQ context, which it leaves to the garbage collector, and remove the folder.
 
-        The context not in this thread: it waits for sockets, which after a crash are closed by this very event loop.
+        In another thread: it waits for sockets that this event loop closes after a crash.
         """
         thread = DaemonThreads("engine-context", max_threads=1)
         with contextlib.suppress(TimeoutError):
@@ -276,5 +267,4 @@ class EngineSockets:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder. May be called twice."""
         self._folder.close()
