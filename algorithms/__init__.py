@@ -12,7 +12,7 @@ distillation        on-policy distillation: reverse KL to a teacher, token by to
 advantages          of groups (RLOO, GRPO, MaxRL), and of tokens (GAE)
 surrogates          what is maximised of a token: clipped ratios, VESPO, DPPO
 corrections         importance weights with truncations and masks, of objectives or of gradients;
-                    how far the data are from the policy; EssRule: what to do with an update whose data say too little
+                    how far the data are from the policy; ess_scale: the learning rate if few samples count
 
 This package imports torch, and of ours only how a user's file is loaded: it knows no pipeline, no buffer and no
 version.

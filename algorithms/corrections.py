@@ -15,9 +15,8 @@ it is multiplied by the weight, and the loss keeps its value. All log ratios are
 gradient passes a weight.
 
 `off_policy_metrics` measures mismatch, chi-square divergence and effective sample size of rho, once per update. The
-last tells how many of the samples count once each is weighed by rho; where it falls, a few samples decide the update,
-and below a budget an `EssRule` lowers the learning rate or drops the update: the version stands still while the actors
-catch up with it.
+last is the share of the samples that count once each is weighed by rho. If it is low, a few samples decide the update,
+and below a budget `ess_scale` lowers the learning rate.
 
 References:
     Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855.
@@ -235,8 +234,6 @@ def _share(chosen_T: Tensor) -> Tensor:
 
 # --- how far the data are --------------------------------------------------------------------------
 
-EssAction = Literal["scale_lr", "drop"]
-
 NAMES = (
     "mismatch/k1",
     "mismatch/k3",
@@ -305,33 +302,10 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
     return metrics
 
 
-@dataclass(frozen=True)
-class EssDecision:
-    """What becomes of an update."""
+def ess_scale(ess: float | None, budget: float) -> float:
+    """Return the factor of the learning rate of an update, from its effective sample share; None: the data do not tell.
 
-    lr_scale: float = 1.0
-    """Factor of the learning rate, in [0, 1]."""
-    drop: bool = False
-
-
-@dataclass(frozen=True)
-class EssRule:
-    """Compares the effective sample share of an update with a budget."""
-
-    budget: float
-    """Share of the samples that must count, in (0, 1]."""
-    action: EssAction
-    max_drops: int
-    """Steps in a row that may drop updates; the next step takes them, at a lower learning rate."""
-
-    def decide(self, ess: float | None, drops_in_a_row: int) -> EssDecision:
-        """The decision on an update, from its effective sample share in [0, 1]; None where the data do not tell.
-
-        The learning rate falls with the square root of ess / budget, as it would for a batch that is smaller
-        by that factor under Adam.
-        """
-        if ess is None or ess >= self.budget:
-            return EssDecision()
-        if self.action == "drop" and drops_in_a_row < self.max_drops:
-            return EssDecision(drop=True)
-        return EssDecision(lr_scale=float((ess / self.budget) ** 0.5))
+    Below the budget the rate falls with the square root of ess / budget, as for a batch that is smaller by that factor
+    under Adam.
+    """
+    return 1.0 if ess is None or ess >= budget else float((ess / budget) ** 0.5)

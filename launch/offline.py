@@ -133,11 +133,6 @@ def _check_laws(config: Config) -> None:
             f"model.teachers teach the prompts of [task], and {what} has prompts of its own, which are nobody's: train "
             "on the samples of one teacher at a time, with model.reference_path"
         )
-    if config.learner.ess_budget is not None and config.learner.ess_action == "drop":
-        raise ConfigError(
-            f"learner.ess_action = 'drop' drops samples that count for little, so that actors make others, and with "
-            f"{what} nobody does: use learner.ess_action = 'scale_lr'"
-        )
     if config.launch.autoscale != "off":
         raise ConfigError(
             f"launch.autoscale = '{config.launch.autoscale}' counts what actors make, and with {what} they make "

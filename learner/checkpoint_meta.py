@@ -35,8 +35,6 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs a step."""
     incarnation: int
     """Of the learner that wrote the checkpoint."""
-    drops_in_a_row: int = 0
-    """Steps up to this one that dropped updates for their small effective sample size; see learner.step."""
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Steps in a row without a finite loss or gradient, as learner.report counts them."""
 

@@ -7,7 +7,6 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from algorithms.base import CriticKind
-from algorithms.corrections import EssAction
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
 from common.user_input import Knob
@@ -97,14 +96,11 @@ class LearnerConfig(BaseModel):
     )
     ess_budget: float | None = Knob(
         None,
-        "Share of the samples that must count (effective sample size): an update below it is treated as "
-        "ess_action says. Unset: the effective sample size is logged and does not act.",
+        "Share of the samples that must count (effective sample size): below it an update's learning rate is scaled by "
+        "sqrt(ess / ess_budget). Unset: it is logged and does not act.",
         basic=True,
         gt=0,
         le=1,
-    )
-    ess_action: EssAction = Knob(
-        "scale_lr", "Below ess_budget: scale the learning rate by sqrt(ess / ess_budget), or drop the update."
     )
     checkpoint_every: PositiveInt = Knob(50, "Steps between checkpoints.", basic=True)
     keep_checkpoints: PositiveInt = Knob(
@@ -179,11 +175,6 @@ class LearnerConfig(BaseModel):
             raise ValueError(
                 f"learner.critic_learning_rate = {self.critic_learning_rate:g}, but the algorithm as it is configured "
                 "has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
-            )
-        if self.ess_action != "scale_lr" and self.ess_budget is None:
-            raise ValueError(
-                f"learner.ess_action = '{self.ess_action}' says what becomes of an update below learner.ess_budget, "
-                "which is unset: set it too, or leave learner.ess_action out"
             )
         layers, num_chunks = self.layers_per_chunk, self.num_stages * self.num_chunks
         if layers is not None and len(layers) != num_chunks:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from algorithms.corrections import EssDecision
 from common.hf_folder import HEAD
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
@@ -27,10 +26,6 @@ ADAM_EPS = 1e-8
 
 CLIP_EPS = 1e-6
 """Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
-
-MOST_REMEMBERED = 2**22
-"""Of a stage's gradient from update to update, evenly over it (16 MiB in float32): what `grad/cosine` is taken on. That
-is exact where a stage has no more."""
 
 BUCKET_ELEMENTS = 2**24
 """Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
@@ -52,50 +47,25 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
 
 
 @dataclass(frozen=True)
-class UpdateDecision(EssDecision):
-    """What the coordinator, which evaluates the loss, says of an update."""
+class UpdateDecision:
+    """The coordinator's decision on an update."""
 
     finite: bool = True
-    """False where loss or coefficients were not finite."""
+    """Of loss and coefficients."""
+    lr_scale: float = 1.0
+    """Factor of the learning rate, in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did; the same on all ranks. Where it was not taken, no weight of any stage changed."""
+    """What an update did; the same on all ranks. If it was not taken, no weight of any stage changed."""
 
-    non_finite: bool
-    dropped: bool
-    """Not taken, though loss and gradient were finite."""
+    taken: bool
+    """False: loss or gradient were not finite."""
     grad_norms: tuple[float, ...]
     """Of each optimizer over all its stages, before clipping."""
     learning_rate: float
     lr_scale: float
-    grad_cosine: float | None = None
-    """Of the policy's gradient with that of the last update that was taken; None before there is one."""
-
-    @property
-    def taken(self) -> bool:
-        return not (self.non_finite or self.dropped)
-
-
-class Roundings:
-    """The roundings of an optimizer's weights."""
-
-    def __init__(self, masters: Mapping[str, nn.Parameter], computed: Mapping[str, nn.Parameter]) -> None:
-        """Pair them by name; a weight that is computed with as it is has no rounding."""
-        pairs = [(computed[name], master) for name, master in masters.items() if computed[name] is not master]
-        self._roundings: list[Tensor] = [rounding for rounding, _ in pairs]
-        self._masters: list[Tensor] = [master for _, master in pairs]
-
-    def hand_over(self) -> None:
-        """Make the gradients of the roundings, which forget them, those of the masters."""
-        for rounding, master in zip(self._roundings, self._masters, strict=True):
-            master.grad, rounding.grad = rounding.grad, None
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        if self._roundings:
-            torch._foreach_copy_(self._roundings, self._masters)
 
 
 class StageOptimizer:
@@ -119,15 +89,13 @@ class StageOptimizer:
         head are one tensor, where a replica has both.
         """
         self.parameters = dict(parameters)
-        self._roundings = Roundings(self.parameters, computed)
+        rounded = [(computed[name], master) for name, master in self.parameters.items() if computed[name] is not master]
+        self._roundings: list[Tensor] = [rounding for rounding, _ in rounded]
+        self._masters: list[Tensor] = [master for _, master in rounded]
         self.device = device
         self._config = config
         self._mesh = mesh
         self._shares_embedding = tied and mesh.ends is not None
-        self._remembered: Tensor | None = None
-        """Of the gradient of the last update that was taken."""
-        self._seen: Tensor | None = None
-        """The same of the present one."""
         peak = (of_critic and config.critic_learning_rate) or config.learning_rate
         self._rate_factor = peak / config.learning_rate
         matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
@@ -154,7 +122,7 @@ class StageOptimizer:
 
         Sums gradients over replicas, and those of a tied weight over its two copies, so all ranks call it.
         """
-        self._roundings.hand_over()
+        self._hand_over()
         self._sum_over_replicas()
         self._sum_tied_gradients()
         if not self._mesh.place.publishes:
@@ -164,31 +132,8 @@ class StageOptimizer:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return nn.utils.get_total_norm(gradients).double().square()
 
-    def alignment(self) -> Tensor:
-        """This rank's shares of g h, g g and h h, float64: of the gradient h, and g of the last update that was taken.
-
-        Call it once the gradient is summed. Zeros where there is no such update, or another replica counts.
-        """
-        if not self._mesh.place.publishes:
-            return torch.zeros(3, dtype=torch.float64, device=self.device)
-        self._seen = self._sampled_gradient()
-        last = self._remembered
-        if last is None or self._seen is None:
-            return torch.zeros(3, dtype=torch.float64, device=self.device)
-        pairs = ((last, self._seen), (last, last), (self._seen, self._seen))
-        return torch.stack([(one.double() * other.double()).sum() for one, other in pairs])
-
-    def _sampled_gradient(self) -> Tensor | None:
-        counted = self.counted
-        if not counted:
-            return None
-        # odd, so that it does not fall into step with the width of a matrix
-        stride = -(-sum(p.numel() for p in counted) // MOST_REMEMBERED) | 1
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten()[::stride] for p in counted])
-
     def apply(self, norm: float, rate: float) -> None:
         """Clip by the norm over all stages, and step; a critic's rate is as much greater or smaller as its peak is."""
-        self._remembered, self._seen = self._seen, None
         if self.adam is None:
             return
         coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)
@@ -200,12 +145,19 @@ class StageOptimizer:
         self.adam.step()
         self.round()
 
+    @torch.no_grad()
     def round(self) -> None:
         """After the parameters have changed: have modules compute with what they are now."""
-        self._roundings.follow()
+        if self._roundings:
+            torch._foreach_copy_(self._roundings, self._masters)
+
+    def _hand_over(self) -> None:
+        """Make the gradients of the roundings, which forget them, those of the masters."""
+        for rounding, master in zip(self._roundings, self._masters, strict=True):
+            master.grad, rounding.grad = rounding.grad, None
 
     def clear(self) -> None:
-        self._roundings.hand_over()
+        self._hand_over()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -266,26 +218,16 @@ def update_together(
     `rate` is the policy's, before scaling; the decision is the coordinator's, None on the others.
     """
     assert (decision is not None) == mesh.place.is_coordinator, "the coordinator alone decides"
-    said = (
-        [0.0, 0.0, 0.0] if decision is None else [float(not decision.finite), float(decision.drop), decision.lr_scale]
-    )
+    said = [0.0, 0.0] if decision is None else [float(not decision.finite), decision.lr_scale]
     # one reduction carries everything: a NaN of one stage's norm makes the sum NaN on all
     shares = [torch.tensor(said, dtype=torch.float64, device=optimizers[0].device)]
     shares.append(torch.stack([optimizer.squared_norm() for optimizer in optimizers]))
-    shares.append(optimizers[0].alignment())
     total = torch.cat(shares)
     dist.all_reduce(total)
-    num_non_finite, num_dropping, lr_scale, *squares, product, last_square, square = total.tolist()
+    num_non_finite, lr_scale, *squares = total.tolist()
     norms = tuple(math.sqrt(square) if square >= 0 else math.nan for square in squares)
-    non_finite = num_non_finite > 0 or not all(math.isfinite(norm) for norm in norms)
-    result = UpdateResult(
-        non_finite=non_finite,
-        dropped=num_dropping > 0 and not non_finite,
-        grad_norms=norms,
-        learning_rate=rate * lr_scale,
-        lr_scale=lr_scale,
-        grad_cosine=product / math.sqrt(last_square * square) if last_square * square > 0 and not non_finite else None,
-    )
+    taken = num_non_finite == 0 and all(math.isfinite(norm) for norm in norms)
+    result = UpdateResult(taken, norms, rate * lr_scale, lr_scale)
     for norm, optimizer in zip(norms, optimizers, strict=True):
         if result.taken:
             optimizer.apply(norm, result.learning_rate)

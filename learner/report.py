@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 NON_FINITE_STEPS_IN_A_ROW = 3
 """Steps in a row without a finite loss and gradient that end the run: what broke stays broken.
-
-Steps are counted and not updates, for the updates of one bad draw fail together. A step whose updates were dropped for
-their small effective sample size is none of these, and does not end a row of them either.
-"""
+Steps are counted and not updates, for the updates of one bad draw fail together."""
 
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 """Metrics by name; and tables by actor, which a reader joins with the pools of the actors."""
@@ -280,7 +277,7 @@ class BadBatches:
             )
         if not result.skipped:
             self.non_finite_steps = ()
-        elif result.num_non_finite:
+        else:
             self.non_finite_steps = (*self.non_finite_steps, step)
         if len(self.non_finite_steps) >= NON_FINITE_STEPS_IN_A_ROW:
             raise TrainingDiverged(

@@ -205,7 +205,6 @@ class Stage:
         resumed = self._checkpoints.restore(self._networks)
         if resumed is not None:
             self._progress, self._saved_step = resumed, resumed.step
-            self._train_step.evaluator.drops_in_a_row = resumed.drops_in_a_row
             self._bad_batches.non_finite_steps = resumed.non_finite_steps
 
     def _begin_incarnation(self, deadline: float) -> None:
@@ -364,7 +363,6 @@ class Stage:
             return
         self._progress = structs.replace(
             self._progress,
-            drops_in_a_row=self._train_step.evaluator.drops_in_a_row,
             non_finite_steps=tuple(self._bad_batches.non_finite_steps),
         )
         self._checkpoints.save(self._networks, self._progress)

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algorithms.base import LossInputs, LossOutput
-from algorithms.corrections import EssDecision, EssRule, off_policy_metrics
+from algorithms.base import LossInputs
+from algorithms.corrections import ess_scale, off_policy_metrics
 from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
@@ -43,10 +43,6 @@ Metrics = dict[str, float | None]
 ESS_METRIC = "off_policy/ess_sequence"
 """What is compared with learner.ess_budget: of pi_prox / mu over sequences. It tells how old the data are whatever the
 loss does about it; a sequence is what a reward belongs to."""
-
-MAX_DROPS = 2
-"""Steps in a row that may drop updates while the actors catch up. The next step takes its updates at a lower rate: a
-run whose data stay poor would stand still otherwise."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class StepResult:
     @property
     def num_non_finite(self) -> int:
         """How many updates were not taken because loss or gradient were not finite."""
-        return sum(update.result.non_finite for update in self.updates)
+        return sum(not update.result.taken for update in self.updates)
 
 
 class TrainStep:
@@ -105,7 +101,6 @@ class TrainStep:
         `between_updates` is called with the version before every update but the first.
         """
         clock = _Clock(self._networks.policy.device)
-        self.evaluator.begin_step()
         on_device = self._networks.on_device(batch.packed)
         reference_T, new_scores = self._reference.score(batch, on_device)
         clock.lap("time/reference")
@@ -346,18 +341,8 @@ class LossEvaluator:
     """
 
     def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
-        """Take the loss and the rule of the effective sample size."""
         self._loss = loss_for(algorithm)
-        self._rule: EssRule | None = None
-        if config.ess_budget is not None:
-            self._rule = EssRule(config.ess_budget, config.ess_action, MAX_DROPS)
-        self.drops_in_a_row = 0
-        """Steps, up to the present one, that dropped updates; a restart takes it from the checkpoint."""
-        self._drops_before = 0
-
-    def begin_step(self) -> None:
-        """A draw begins: what its updates drop is dropped once, for its samples do not become fresher meanwhile."""
-        self._drops_before, self.drops_in_a_row = self.drops_in_a_row, 0
+        self._ess_budget = config.ess_budget
 
     def gradient(self, inputs: LossInputs) -> Tensor:
         """The gradient dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf.
@@ -381,18 +366,11 @@ class LossEvaluator:
         finite = all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients))
         if not finite:
             return LossEvaluation(None, UpdateDecision(finite=False), metrics, output.weights_T)
-        ess = self._check_sample_size(batch, inputs, output)
-        gradient = None if ess.drop else Leaves(gradients[0], gradients[1] if len(gradients) == 2 else None)
-        return LossEvaluation(gradient, UpdateDecision(drop=ess.drop, lr_scale=ess.lr_scale), metrics, output.weights_T)
-
-    def _check_sample_size(self, batch: StepBatch, inputs: LossInputs, output: LossOutput) -> EssDecision:
-        if self._rule is None:
-            return EssDecision()
-        found = distance(batch, inputs, output.weights_T)
-        decision = self._rule.decide(found[ESS_METRIC], self._drops_before)
-        if decision.drop:
-            self.drops_in_a_row = self._drops_before + 1
-        return decision
+        lr_scale = 1.0
+        if self._ess_budget is not None:
+            lr_scale = ess_scale(distance(batch, inputs, output.weights_T)[ESS_METRIC], self._ess_budget)
+        gradient = Leaves(gradients[0], gradients[1] if len(gradients) == 2 else None)
+        return LossEvaluation(gradient, UpdateDecision(lr_scale=lr_scale), metrics, output.weights_T)
 
 
 def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:
@@ -428,16 +406,13 @@ def mean_metrics(updates: Sequence[Update], *, acts_on_ess: bool) -> Metrics:
         known = [(value, weight) for value, weight in pairs if value is not None]
         means[name] = sum(v * w for v, w in known) / sum(w for _, w in known) if known else None
     means["updates/taken"] = sum(update.result.taken for update in updates)
-    means["updates/skipped"] = sum(update.result.non_finite for update in updates)
-    means["ess/dropped"] = sum(update.result.dropped for update in updates) if acts_on_ess else None
+    means["updates/skipped"] = sum(not update.result.taken for update in updates)
     return means
 
 
 def _row(update: Update, *, acts_on_ess: bool) -> Metrics:
     result = update.result
     row: Metrics = {**update.metrics, "lr": result.learning_rate}
-    norms: list[float | None] = [None if result.dropped else norm for norm in result.grad_norms]
-    row |= dict(zip(("grad_norm", "critic/grad_norm"), norms, strict=False))
-    row["grad/cosine"] = result.grad_cosine if result.taken else None
+    row |= dict(zip(("grad_norm", "critic/grad_norm"), result.grad_norms, strict=False))
     row["ess/lr_scale"] = result.lr_scale if acts_on_ess and result.taken else None
     return row

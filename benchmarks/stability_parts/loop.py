@@ -19,12 +19,12 @@ from actors.tasks.config import ReasoningGymTask
 from actors.tasks.gym import gym_problems, gym_scorer
 from actors.tasks.task import Problem
 from algorithms.base import LossInputs
-from algorithms.corrections import EssRule, off_policy_metrics
+from algorithms.corrections import ess_scale, off_policy_metrics
 from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
 from launch.config import Config, load_config
 from learner.optimizer import ADAM_EPS, learning_rate
-from learner.step import ESS_METRIC, MAX_DROPS
+from learner.step import ESS_METRIC
 
 CONFIG = ROOT / "examples" / "sums.toml"
 
@@ -242,8 +242,7 @@ class DelayedRun:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)
         rate = learning_rate(learner, number)
         if learner.ess_budget is not None:
-            rule = EssRule(learner.ess_budget, learner.ess_action, MAX_DROPS)
-            rate *= rule.decide(metrics[ESS_METRIC], drops_in_a_row=0).lr_scale
+            rate *= ess_scale(metrics[ESS_METRIC], learner.ess_budget)
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()

@@ -25,13 +25,10 @@ METRICS: dict[str, str] = {
     "started_s": "Wall time at which the step's batch was there, seconds since the Unix epoch.",
     "finished_s": "Wall time at which the update was done, seconds since the Unix epoch.",
     "loss": "Value of the algorithm's loss on the whole of an update's batch.",
-    "grad_norm": "Gradient norm over all stages before clipping; tied weights count once. Null for dropped updates.",
-    "grad/cosine": "Cosine of the gradient with that of the update before, of up to 4 million weights of a stage. Near "
-    "0 on fresh data; gradients of stale data point the same way again and again, and their steps add up.",
+    "grad_norm": "Gradient norm over all stages before clipping; tied weights count once.",
     "critic/grad_norm": "The same of a critic: a model of its own, or the value head.",
     "lr": "Learning rate of the policy, after scaling.",
     "ess/lr_scale": "Factor of the learning rate for a small effective sample size; null without learner.ess_budget.",
-    "ess/dropped": "Updates of the step that were dropped for it; null without learner.ess_budget.",
     # reward and length
     "reward/mean": "Mean reward of the trained samples.",
     "reward/part/NAME": "Mean of what the reward function NAME gave to those of them that it applies to. Only where a "

@@ -213,18 +213,6 @@ def test_a_learner_that_forgot_its_moments_would_be_found_out(recording, run_of,
     show(f"{len(wrong)} of {len(state)} tensors differ")
 
 
-@pytest.mark.full
-def test_a_restart_does_not_forget_how_many_steps_in_a_row_dropped_their_updates(recording, run_of):
-    recorded = recording(BALANCE, ess_budget=1.0, ess_action="drop")
-    versions = [version for _, version in recorded.losses.values()]
-    assert versions[:6] == [0, 0, 1, 1, 1, 2], "two are dropped, the third is taken"
-    run = run_of(recorded)
-    for num_steps in (1, 2, 3, 5, 8):
-        recorded.finish(run, num_steps=num_steps)
-    recorded.finish(run)
-    recorded.check(run)
-
-
 def test_a_run_killed_on_two_stages_goes_on_with_one_and_then_with_four_or_two_replicas(recording, run_of):
     recorded = recording(BALANCE, precision="float64")
     run = run_of(recorded)

@@ -105,7 +105,6 @@ class Unsplit:
             self.critic = AutoModelForCausalLM.from_pretrained(folder / case.kind, dtype=torch.float64).model
             self.optimizers.append(self._adam([*self.critic.parameters(), *self.head.parameters()]))
         self.seen: dict[str, float] = {}
-        self.last_gradient: torch.Tensor | None = None
 
     def _adam(self, parameters) -> torch.optim.AdamW:
         groups = [
@@ -155,11 +154,6 @@ class Unsplit:
         loss.backward()
         prefix = f"seen.{where[0]}.{where[1]}."
         self.seen[prefix + "loss"] = loss.item()
-        gradient = torch.cat([parameter.grad.flatten() for parameter in self.policy.parameters()])
-        if self.last_gradient is not None:
-            cosine = torch.cosine_similarity(gradient, self.last_gradient, dim=0)
-            self.seen[prefix + "grad_cosine"] = cosine.item()
-        self.last_gradient = gradient.clone()
         config = self.case.config
         share = 1 - part.version / (config.num_steps * config.updates_per_step)
         rates = [config.learning_rate, config.critic_learning_rate or config.learning_rate]

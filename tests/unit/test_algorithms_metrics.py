@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from algorithms.corrections import (
-    EssDecision,
-    EssRule,
     SequenceTIS,
     TokenTIS,
     effective_sample_share,
+    ess_scale,
     importance_weights,
     off_policy_metrics,
 )
@@ -125,22 +124,12 @@ def test_no_weights_have_no_effective_size_and_weights_of_0_have_none_of_it():
     assert effective_sample_share(torch.tensor([0.0, 0.0, 5.0])) == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize("action", ["scale_lr", "drop"])
-def test_within_the_budget_or_without_a_figure_the_rule_leaves_an_update_alone(action):
-    rule = EssRule(budget=0.4, action=action, max_drops=3)
-    assert rule.decide(0.4, 0) == rule.decide(1.0, 7) == rule.decide(None, 0) == EssDecision(lr_scale=1.0, drop=False)
+def test_within_the_budget_or_without_a_figure_the_learning_rate_stays():
+    assert ess_scale(0.4, 0.4) == ess_scale(1.0, 0.4) == ess_scale(None, 0.4) == 1.0
 
 
 def test_below_the_budget_the_learning_rate_falls_with_the_root_of_the_shortfall():
-    rule = EssRule(budget=0.4, action="scale_lr", max_drops=3)
-    assert rule.decide(0.1, 0) == EssDecision(lr_scale=pytest.approx(0.5), drop=False)
-    scales = [rule.decide(ess, 0).lr_scale for ess in (1e-9, 0.01, 0.2, 0.399)]
+    assert ess_scale(0.1, 0.4) == pytest.approx(0.5)
+    scales = [ess_scale(ess, 0.4) for ess in (1e-9, 0.01, 0.2, 0.399)]
     assert scales == sorted(scales)
     assert 0 < scales[0] < scales[-1] < 1
-
-
-def test_below_the_budget_updates_are_dropped_but_not_for_ever():
-    rule = EssRule(budget=0.4, action="drop", max_drops=2)
-    assert [rule.decide(0.1, drops).drop for drops in range(4)] == [True, True, False, False]
-    assert rule.decide(0.1, 2).lr_scale == pytest.approx(0.5)
-    assert not EssRule(budget=0.4, action="drop", max_drops=0).decide(0.1, 0).drop

@@ -103,7 +103,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
         (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
         (["--learner.critic_learning_rate", "1e-3"], "but the algorithm as it is configured has no critic"),
-        (["--learner.ess_action", "drop"], "below learner.ess_budget, which is unset"),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
         (["--task.params.min_digits", "1", "--task.params.max_digits", "1"], "distinct"),

@@ -122,11 +122,6 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
             ["--buffer.refill_uninformative", "1.0"],
             "has 6 groups to train on, of which buffer.refill_uninformative may set 3 aside, enough for 1 steps",
         ),
-        (
-            {},
-            ["--learner.ess_budget", "0.5", "--learner.ess_action", "drop"],
-            "nobody does: use learner.ess_action = 'scale_lr'",
-        ),
         ({}, ["--buffer.source", "nowhere"], "nowhere: give the folder of"),
         ({}, ["--actors.num_actors", "0", "--actors.eval_every", "5"], "with actors.num_actors = 0 nobody evaluates"),
         ({"completion_ids": [4, 16]}, [], "row 1: token outside the vocabulary of 16"),

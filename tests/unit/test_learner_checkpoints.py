@@ -205,7 +205,7 @@ def test_without_the_moments_of_the_optimizer_a_restored_run_would_go_another_wa
 
 
 def test_what_a_restart_has_to_know_beside_tensors_comes_back(tmp_path, model):
-    progress = TrainingProgress(7, 12, 3, drops_in_a_row=2, non_finite_steps=(6, 7))
+    progress = TrainingProgress(7, 12, 3, non_finite_steps=(6, 7))
     checkpoints = checkpoints_in(tmp_path)
     checkpoints.save(networks_of(model), progress)
     checkpoints.wait()

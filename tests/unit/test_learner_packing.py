@@ -373,7 +373,7 @@ def test_a_step_reports_the_share_of_its_groups_whose_rewards_are_all_equal():
     batch = StepBatch.build(to_batch(rows, "run"), 3, {0: 0}, RULE)
     assert uninformative_frac(batch) == 2 / 4, "one sample alone is compared with nothing"
     report = step_report(
-        batch, StepResult(4, (Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
+        batch, StepResult(4, (Update(batch, UpdateResult(True, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
         StepTimes(0.0, 1.0, 2.0), counts_of(Ledger(uninformative=6)), LengthFidelity(),
     )  # fmt: skip
     assert (report["buffer/uninformative_frac"], report["buffer/uninformative"]) == (0.5, 6)
@@ -385,7 +385,7 @@ def test_a_step_reports_what_each_of_several_reward_functions_gave():
     batch = StepBatch.build(to_batch([trajectory(one, reward_parts=each) for each in parts], "run"), 3, {0: 0}, RULE)
     assert part_metrics(batch) == {"reward/part/exact": 0.5, "reward/part/format": pytest.approx(0.3)}
     report = step_report(
-        batch, StepResult(4, (Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
+        batch, StepResult(4, (Update(batch, UpdateResult(True, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
         StepTimes(0.0, 1.0, 2.0), counts_of(Ledger()), LengthFidelity(0.1, 0.8),
     )  # fmt: skip
     assert report["reward/part/exact"] == 0.5
@@ -403,7 +403,7 @@ def counts_of(ledger: Ledger) -> dict[str, int]:
 def test_a_step_reports_how_its_draw_was_packed_and_shared():
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
     batch = StepBatch.build(to_batch(of_lengths((0, 12), (0, 10), (1, 14)), "run"), 3, {0: 0}, rule)
-    taken = Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {})
+    taken = Update(batch, UpdateResult(True, (1.0,), 1e-5, 1.0), {})
     ledger = counts_of(Ledger(filtered=5, filtered_too_long=4))
     report = step_report(
         batch, StepResult(4, (taken,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)
@@ -416,7 +416,7 @@ def test_a_step_reports_how_its_draw_was_packed_and_shared():
     assert report["batch/shared_frac"] == 0
     assert report["buffer/filtered_too_long"] == 4
     assert list(report["lag_by_actor"].values()) == [{3: 36 - 3 * 2}], "completion tokens"
-    skipped = replace(taken, result=UpdateResult(True, False, (1.0,), 1e-5, 1.0))
+    skipped = replace(taken, result=UpdateResult(False, (1.0,), 1e-5, 1.0))
     report = step_report(
         batch, StepResult(3, (skipped,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)
     )

@@ -244,8 +244,6 @@ def train_cases(cases: dict[str, Case], folder: Path, mesh: Mesh) -> None:
             version = result.version
             for number, update in enumerate(result.updates):
                 seen = dict(zip(("grad_norm", "critic_norm"), update.result.grad_norms, strict=False))
-                if update.result.grad_cosine is not None:
-                    seen["grad_cosine"] = update.result.grad_cosine
                 seen |= {key: value for key, value in update.metrics.items() if value is not None}
                 numbers = {f"seen.{step}.{number}.{key}": value for key, value in seen.items()}
                 tensors |= {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
