@@ -1,8 +1,8 @@
-"""What an actor holds, and how it lets go of it: samples that are not complete go on elsewhere, with their tokens.
+"""What an actor holds, and how it hands unfinished samples on with their tokens.
 
 HeldLease  a lease and its samples
-HandingOn  leaves samples to whoever leases them next, or has the buffer keep what there is of them
-Goodbye    what became of all that was held in the end
+HandingOn  requeues samples, or has the buffer keep what there is of them
+Goodbye    what became of all that was held
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ class HeldLease:
     lease: Lease
     problem: Problem
     open: set[int]
-    """Neither acknowledged nor given up nor handed on."""
+    """Neither acknowledged nor failed nor handed on."""
     to_generate: set[int]
-    """Those of them that the engine has not completed yet."""
+    """Of those, the ones that the engine has not completed."""
     renew_at_s: float
     prefixes: dict[int, Prefix]
-    """The tokens that samples go on from."""
+    """The tokens that samples continue from."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Those that still generate or score; once a sample is being pushed nothing cancels it."""
+    """Of samples that generate or score; once a sample is being pushed nothing cancels it."""
     completed: dict[int, Completed] = field(default_factory=dict)
-    """Those that have left the engine and are not pushed yet, for they are scored or handed on."""
+    """Samples that have left the engine and are not pushed yet."""
     left: set[int] = field(default_factory=set)
     pushing: set[int] = field(default_factory=set)
-    """Those that are on their way to the buffer."""
 
     @property
     def unfinished(self) -> set[int]:
@@ -61,29 +60,26 @@ class Goodbye(NamedTuple):
 
     num_handed_on: int = 0
     num_tokens_lost: int = 0
-    """Of those that could not be handed on: they are made again."""
+    """Of samples that could not be handed on: they are generated again."""
 
 
 class HandingOn:
-    """Of one actor."""
+    """Hands on the samples of one actor."""
 
     def __init__(self, name: str, maker: SampleMaker, client: BufferClient) -> None:
-        """Let go of what `maker` makes, by telling the buffer."""
         self._name, self._maker, self._client = name, maker, client
         self._asked: Future[Granted] | None = None
 
     async def granted(self, asked: Future[Granted]) -> Granted:
-        """Wait for leases. Those that come after this is cancelled nobody takes, so `leave_all` leaves them."""
+        """Wait for leases. If cancelled, `leave_all` hands on those that are granted later."""
         self._asked = asked
         grant = await settled(asked)
         self._asked = None
         return grant
 
     async def keep(self, leases: Collection[HeldLease], every_s: float) -> None:
-        """Tell the buffer so often what running samples have, in case that this process is killed; `leases` may change.
-
-        Raises:
-            BufferError: it did not answer in time, or refused.
+        """Report the tokens of running samples to the buffer every so often, for the case of a kill; `leases` may
+        change.
         """
         while True:
             await asyncio.sleep(every_s)
@@ -96,9 +92,9 @@ class HandingOn:
                 await settled(each)
 
     async def leave_all(self, leases: Collection[HeldLease]) -> Goodbye:
-        """Leave all that is held, or granted only now, and wait no longer for it than a goodbye takes.
+        """Hand on all that is held, or granted only now, within `GOODBYE_S`.
 
-        Leases that the buffer does not hear of run out by themselves.
+        Leases that the buffer does not hear of expire.
         """
         leases, counts = list(leases), self._maker.counts
         before = counts.num_handed_on, counts.num_tokens_lost
@@ -118,7 +114,7 @@ class HandingOn:
         return Goodbye(counts.num_handed_on - before[0], counts.num_tokens_lost - before[1])
 
     async def leave(self, held: HeldLease, indices: set[int]) -> None:
-        """Leave samples of a lease to whoever gets them next, with the tokens that they have."""
+        """Hand samples of a lease on, with the tokens that they have."""
         held.left |= indices
         tasks = {index: held.tasks[index] for index in indices if index in held.tasks}
         running = {index for index in tasks if self._maker.is_in_engine(held.lease, index)}
@@ -135,14 +131,13 @@ class HandingOn:
         held.open -= indices
 
     async def _leave_granted(self, asked: Future[Granted]) -> None:
-        """Leave what nobody began with; what the buffer has of it stays there."""
+        """Hand on what was not begun; what the buffer has of it stays there."""
         leases = (await settled(asked)).leases
         for left in [self._client.hand_on(lease, lease.sample_indices, []) for lease in leases]:
             await settled(left)
         self._maker.counts.num_handed_on += sum(len(lease.sample_indices) for lease in leases)
 
     def count_lost(self, leases: Iterable[HeldLease]) -> None:
-        """Nobody gets the tokens of these leases."""
         for held in leases:
             for row in self._there(held, held.unfinished):
                 prefix = held.prefixes.get(row.sample_index)
@@ -150,7 +145,6 @@ class HandingOn:
                 self._maker.counts.num_tokens_lost += row.num_completion_tokens - before
 
     def _there(self, held: HeldLease, indices: Iterable[int]) -> list[Trajectory]:
-        """What there is of some samples of a lease."""
         lease, maker = held.lease, self._maker
         found = {index: held.completed.get(index) or maker.so_far(lease, index) for index in sorted(indices)}
         return [
@@ -161,7 +155,7 @@ class HandingOn:
 
 
 async def settled(future: Future[R]) -> R:
-    """Wait for the buffer. The wait is bounded by the client, and cancelling it leaves the request alone:
-    the client owns its futures and must be able to complete them.
+    """Wait for the buffer, within the client's own bound. Cancelling the wait leaves the request alone: the client owns
+    its futures and must be able to complete them.
     """
     return await asyncio.shield(asyncio.wrap_future(future))

@@ -3,10 +3,9 @@
     starting -> running -> draining -> stopped
                    `-------------------^  (stop, or an error that ends the actor)
 
-Every sample is a task of its own and leaves when it is complete: nobody waits for the batch. Three
-more tasks lease prompts while there is room, renew what is held, and follow the weight store. The
-first of them to fail ends the loop with its error; a failed sample is only given up. Whatever ends the
-loop, samples that are not complete are handed on with the tokens that they have.
+Every sample is a task of its own and is pushed when it is complete. Three more tasks lease prompts while there is room,
+renew what is held, and follow the weight store. The first of them to fail ends the loop with its error; a failed sample
+is only given up. However the loop ends, unfinished samples are handed on with their tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from actors.engine import Engine
 from actors.held import GOODBYE_S, Goodbye, HandingOn, HeldLease, settled
 from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer, ScorerLimits
-from actors.sample import EvalRequest, EvalResult, SampleFailed, SampleMaker
+from actors.sample import Completed, EvalRequest, EvalResult, SampleFailed, SampleMaker
 from actors.tasks import Task, load_encoded
 from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
@@ -41,21 +40,21 @@ from weight_sync.puller import Puller, open_puller
 _log = logging.getLogger(__name__)
 
 _LEASE_POLL_S = (0.01, 0.05)
-"""First and longest pause before asking again while admission is closed."""
+"""First and longest pause between requests while admission is closed."""
 _CREDIT_POLL_S = 0.02
 _AHEAD_SHARE = 0.25
-"""Of the last lease in the running mean of what leaves the engine until one comes."""
+"""Weight of the last lease in the running mean of `_num_ahead`."""
 _CLOSE_S = 3.0
-"""Bound of closing what is connected to others."""
+"""Bound of closing the connections."""
 
 
 class ActorFenced(ActorError):
-    """A newer process acts under this actor's name, so what this one sends is refused."""
+    """A newer process acts under this actor's name, so the buffer refuses what this one sends."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """What an actor works with, each already started."""
+    """What an actor works with, each started."""
 
     task: Task
     decoder: PromptCodec
@@ -153,14 +152,13 @@ class ActorLoop:
         self._failure: ActorError | Exception | None = None
         self._evaluating = 0
         self._num_left = 0
-        """Samples that have left the engine since the last lease came."""
+        """Samples that left the engine since the last lease came."""
         self._num_ahead = 0.0
-        """That leave it until what is leased for them is there, a running mean."""
+        """Samples that leave it until their replacements are there, a running mean."""
         self._hand_on_at = 0
-        """Tokens with which samples go on elsewhere, as the buffer says; 0: none does."""
+        """Tokens at which samples continue elsewhere, as the buffer says; 0: none does."""
         self._waiting = "starting"
         self.goodbye = Goodbye()
-        """What became of what it held when `run` ended."""
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -229,7 +227,7 @@ class ActorLoop:
             raise self._failure or failures[0]
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Held-out accuracy at one version. Weight updates and new training requests wait meanwhile.
+        """Return held-out accuracy at one version. Weight updates and new training requests wait meanwhile.
 
         Raises:
             ValueError: the request does not fit the task.
@@ -243,7 +241,7 @@ class ActorLoop:
             self._evaluating -= 1
 
     async def stop(self) -> None:
-        """End `run`, which hands on what is leased, and stop the engine. Whoever calls again is answered at once."""
+        """End `run`, which hands on what is leased, and stop the engine. Idempotent."""
         self._stopping.set()
         parts, self._parts = self._parts, None
         if parts is None:
@@ -262,7 +260,6 @@ class ActorLoop:
         await parts.engine.stop()
 
     def report(self) -> ActorReport:
-        """What this actor has done and what it waits for."""
         parts, counts = self._started, self._maker.counts
         waiting, waiting_s = self._waiting_for()
         return ActorReport(
@@ -289,7 +286,7 @@ class ActorLoop:
         )
 
     def _waiting_for(self) -> tuple[str, float]:
-        """What, and for how long already; 0.0 where nobody has counted."""
+        """What, and for how many seconds; 0.0 if unknown."""
         reward, open_s = self._started.scorer.waits_for or ("", 0.0)
         slow = f"reward {reward}" if reward else ""
         if self._evaluating:
@@ -350,7 +347,7 @@ class ActorLoop:
             held.tasks[index] = self._begin(self._make_sample(held, index), held, index)
 
     def _begin(self, work: Coroutine[Any, Any, None], held: HeldLease, index: int) -> asyncio.Task[None]:
-        """What fails of it ends the loop."""
+        """Start a task whose failure ends the loop."""
         task = asyncio.create_task(work)
         self._samples.add(task)
         task.add_done_callback(partial(self._on_sample_done, held, index))
@@ -378,7 +375,7 @@ class ActorLoop:
             self._room_changed.set()
 
     async def _cancel_samples(self, leases: Iterable[HeldLease]) -> None:
-        """Cancel what is generated or scored for these leases; what is being pushed finishes its push."""
+        """Cancel what is generated or scored for these leases; pushes are finished."""
         tasks = [task for held in leases for task in held.tasks.values()]
         for task in tasks:
             task.cancel()
@@ -390,16 +387,7 @@ class ActorLoop:
     async def _make_sample(self, held: HeldLease, index: int) -> None:
         try:
             try:
-                try:
-                    prefix = held.prefixes.get(index)
-                    completed = await self._maker.generate(
-                        held.lease, held.problem, index, prefix, lambda: self._hand_on_at
-                    )
-                    held.completed[index] = completed
-                finally:
-                    held.to_generate.discard(index)
-                    self._num_left += 1
-                    self._room_changed.set()
+                held.completed[index] = completed = await self._generate(held, index)
                 if completed.generation.finish_reason == HANDED_ON:
                     self._outgrown(held, index)
                 if index in held.left:
@@ -416,8 +404,17 @@ class ActorLoop:
         held.open.discard(index)
         self._settle(held)
 
+    async def _generate(self, held: HeldLease, index: int) -> Completed:
+        try:
+            prefix = held.prefixes.get(index)
+            return await self._maker.generate(held.lease, held.problem, index, prefix, lambda: self._hand_on_at)
+        finally:
+            held.to_generate.discard(index)
+            self._num_left += 1
+            self._room_changed.set()
+
     def _outgrown(self, held: HeldLease, index: int) -> None:
-        """A sample would be late here. It goes on elsewhere, with all of its group that is not generated."""
+        """Hand on a sample that would be late here, with all of its group that is not generated."""
         if index not in held.left:
             leaving = held.to_generate | {index}
             held.left |= leaving
@@ -428,7 +425,7 @@ class ActorLoop:
         self._settle(held)
 
     async def _push(self, trajectory: Trajectory) -> RowResult:
-        """Push once there is credit, in order: without it the client would block this event loop.
+        """Push in order, once there is credit: without it the client would block this event loop.
 
         What the credit waits for is acknowledged, or fails within the client's bound and ends the loop.
         """
@@ -449,7 +446,6 @@ class ActorLoop:
         self._maker.counts.outcomes[result.outcome] += 1
 
     def _settle(self, held: HeldLease) -> None:
-        """Some of its samples are open no more."""
         if not held.open:
             self._held.pop(held.lease.lease_id, None)
         self._room_changed.set()

@@ -1,4 +1,4 @@
-"""What an actor tells the launcher: counts, when it was busy, and what it waits for."""
+"""What an actor reports to the launcher: counts, when it was busy, and what it waits for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from actors.rewards import FailingReward
 from common.process import wall_time
 
 _MAX_INTERVALS = 4096
-"""If nobody takes them, the oldest are forgotten beyond this number."""
+"""If nothing takes them, the oldest are dropped beyond this number."""
 
 
 def actor_name(number: int) -> str:
-    """What the actor of this number is called in reports, leases and trajectories."""
+    """Return the name of an actor in reports, leases and trajectories."""
     return f"actor-{number}"
 
 
@@ -26,9 +26,8 @@ class WeightUpdate:
     start_s: float
     end_s: float
     load_s: float
-    """How much of the pause was the reload."""
+    """Of the pause, what the reload took."""
     version: tuple[int, int]
-    """(incarnation, version) that was put under the running requests."""
 
     @property
     def pause_s(self) -> float:
@@ -49,27 +48,27 @@ class ActorReport:
     num_outcomes: dict[str, int]
     """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
     failing: list[FailingReward]
-    """Reward functions whose last sample, of training or an evaluation, was given up."""
+    """Reward functions that gave up on their last sample."""
     num_tokens_lost: int
-    """Tokens thrown away with samples whose lease was lost or that could not be handed on: they are made again."""
+    """Of samples that were lost with their lease or could not be handed on: they are generated again."""
     settled_s: float
-    """Seconds that pushed ones took from their last token until the buffer had answered, added up."""
+    """Sum of the seconds from a sample's last token to the buffer's answer."""
     num_running: int
     num_slots: int
-    """How many there may be at once: as many as its cache is likely to hold, if that is fewer than configured."""
+    """Greatest `num_running`: as many as the cache is likely to hold, if that is fewer than configured."""
     running_s: float
-    """Seconds that training requests have spent in the engine, added up: over wall time, their mean number."""
+    """Sum of the seconds of training requests in the engine: over wall time, their mean number."""
     busy_intervals: list[tuple[float, float]]
-    """Wall-clock (start, end) in seconds since the epoch, during which a training request was running."""
+    """Wall-clock (start, end), seconds since the epoch, while a training request was running."""
     refused: str
     """The version refused last and why; empty once the engine serves the newest."""
     updates: list[WeightUpdate]
     hand_on_at: int
-    """Tokens with which its samples go on in a faster pool; 0: none does."""
+    """Tokens at which its samples continue in a faster pool; 0: none does."""
     waiting: str
-    """What keeps the actor from running more, or a group from being whole; empty while nothing does."""
+    """What keeps the actor from running more, or a group from being whole; empty if nothing does."""
     waiting_s: float
-    """How long already; 0.0 where that is not known."""
+    """0.0 if unknown."""
     engine: EngineReport
 
 
@@ -81,7 +80,6 @@ class Counts:
     num_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     num_handed_on: int = 0
-    """Samples left to another actor, with what there was of them."""
     num_tokens_lost: int = 0
     settled_s: float = 0.0
 
@@ -95,7 +93,6 @@ class BusyClock:
         self._since_s = 0.0
         self._running_s = 0.0
         self._changed_s = 0.0
-        """When `num_running` was last counted into `_running_s`."""
         self._closed: deque[tuple[float, float]] = deque(maxlen=_MAX_INTERVALS)
 
     def enter(self) -> None:
@@ -112,7 +109,7 @@ class BusyClock:
             self._closed.append((self._since_s, now_s))
 
     def running_s(self) -> float:
-        """Seconds of all requests so far, added up; never less than at the last call."""
+        """Return the sum of the seconds of all requests so far."""
         self._count()
         return self._running_s
 
@@ -123,7 +120,7 @@ class BusyClock:
         return now_s
 
     def take(self) -> list[tuple[float, float]]:
-        """The intervals since the last call; one that is still open is cut here."""
+        """Return the intervals since the last call; an open one is cut here."""
         if self.num_running:
             now = self._wall()
             self._closed.append((self._since_s, now))

@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 SAMPLED_TEMPERATURE = 1.0
 MOST_COLUMN_BYTES = 64 * 2**10
-"""Of a row as JSON, that each of its samples carries: unit tests may be megabytes, and would travel with every one."""
+"""Of a row as JSON, which each of its samples carries: unit tests may be megabytes."""
 
 
 def kept_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a row that its samples are stored with: the largest stay in the data alone, where all are too much."""
+    """Return the columns of a row that its samples are stored with: without the largest if all are too much."""
     sizes = {name: len(msgspec.json.encode(value)) for name, value in columns.items()}
     kept = dict(columns)
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -81,24 +81,23 @@ class EvalCounts:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of correct among scored answers; None where none was scored."""
+        """Share of correct among scored answers; None if none was scored."""
         return self.num_correct / self.num_scored if self.num_scored else None
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What one actor found for its shard."""
+    """Result of one actor for its shard."""
 
     version: PolicyVersion
     num_problems: int
     greedy: EvalCounts
     sampled: EvalCounts
-    """One answer per problem at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A sample that has left the engine and has no reward yet; or the first tokens of one that was interrupted."""
+    """A sample that has left the engine and has no reward yet; or the first tokens of an interrupted one."""
 
     generation: Generation
     started_s: float
@@ -106,11 +105,11 @@ class Completed:
 
 
 class SampleFailed(Exception):
-    """This sample will not come. Its text is the reason that the ledger counts by."""
+    """This sample failed. The text is the reason that the ledger counts by."""
 
 
 def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -> int:
-    """The seed of one request: the same for the same sample of a run, different for every other. 63 bits."""
+    """Return the seed of one request, 63 bits: the same for the same sample of a run, different for every other."""
     key = f"{run_seed}/{group_id}/{sample_index}/{attempt}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
@@ -128,7 +127,7 @@ class SampleMaker:
         scorer: Scorer,
         decoder: PromptCodec,
     ) -> None:
-        """Wire the parts; `config` bounds number and time, `correct_at` is the least reward of a correct answer."""
+        """`config` bounds number and time, `correct_at` is the least reward of a correct answer."""
         self._run_seed = run_seed
         self._config = config
         self._correct_at = correct_at
@@ -140,16 +139,15 @@ class SampleMaker:
         # its own, for samples hold theirs while an evaluation keeps them waiting
         self._evaluation_slots = asyncio.Semaphore(self.admission.num_sure)
         self._started_s: dict[SampleKey, float] = {}
-        """Of the samples in the engine."""
         self.busy = BusyClock()
         self.counts = Counts()
 
     async def generate(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: Callable[[], int]
     ) -> Completed:
-        """Generate one sample of a lease, once there is a slot for it; all of it, or what follows its first tokens.
+        """Generate one sample of a lease, once there is a slot for it: all of it, or what follows its first tokens.
 
-        One that begins here is interrupted where it has as many tokens as `hand_on_at` says, if it says any.
+        One that begins here is interrupted at `hand_on_at` tokens, if that says any.
 
         Raises:
             SampleFailed: it could not be generated.
@@ -190,7 +188,7 @@ class SampleMaker:
     def _to_run(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: int
     ) -> tuple[SampleKey, KvSample]:
-        """A sample by its key in the engine, and what it may come to hold of the engine's cache."""
+        """Return a sample's key in the engine, and what it may come to hold of the engine's cache."""
         longest, there = self._config.max_new_tokens, 0 if prefix is None else len(prefix.token_ids)
         limit = longest if prefix is not None else min(longest, hand_on_at or longest)
         return (lease.lease_id, sample_index), KvSample(
@@ -198,7 +196,7 @@ class SampleMaker:
         )
 
     def _free(self, key: SampleKey, sample: KvSample, generation: Generation | None) -> None:
-        """Its slot is another's; what was interrupted says nothing of lengths."""
+        """Free its slot; an interrupted sample says nothing of lengths."""
         num_tokens = 0 if generation is None else len(generation.token_ids)
         is_cut = generation is not None and num_tokens >= sample.limit
         is_over = generation is not None and (generation.finish_reason == "stop" or is_cut)
@@ -208,25 +206,17 @@ class SampleMaker:
         return self._engine.runs((lease.lease_id, sample_index))
 
     async def interrupt(self, lease: Lease, sample_indices: Iterable[int]) -> None:
-        """Let samples that are in the engine end with what there is of them.
-
-        Raises:
-            EngineDead: the engine is gone.
-        """
+        """End samples that are in the engine with their tokens so far; EngineDead if it is gone."""
         await self._engine.interrupt([(lease.lease_id, index) for index in sample_indices])
 
     def so_far(self, lease: Lease, sample_index: int) -> Completed | None:
-        """What there is of a sample that is in the engine, or was when that died; None where there is nothing."""
+        """Return what there is of a sample in the engine, or when that died; None if there is nothing."""
         key = lease.lease_id, sample_index
         generation = self._engine.so_far(key)
         return None if generation is None else Completed(generation, self._started_s[key], wall_time())
 
     async def score(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
-        """What is trained on: the sample with its reward.
-
-        Raises:
-            SampleFailed: a reward function failed.
-        """
+        """Return the sample with its reward; SampleFailed if a reward function failed."""
         generation = completed.generation
         text = self._decoder.decode(generation.token_ids.tolist())
         try:
@@ -242,7 +232,7 @@ class SampleMaker:
         )
 
     def unfinished(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
-        """What is handed on: the sample without a reward, complete or not."""
+        """Return the sample without a reward, to be handed on."""
         generation, prompt = completed.generation, np.array(problem.token_ids, dtype=np.int32)
         return Trajectory(
             lease_id=lease.lease_id,
@@ -296,7 +286,7 @@ class SampleMaker:
             raise SampleFailed(f"{GENERATION_FAILED}: {why}") from error
 
     async def evaluate(self, request: EvalRequest, heldout: Sequence[Problem]) -> EvalResult:
-        """Answer one shard of the held-out problems with the engine that also trains, while its weights are held.
+        """Answer one shard of the held-out problems while the weights are held.
 
         The seeds of the sampled answers are the same at every evaluation of a run.
 

@@ -27,21 +27,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 POLL_S = 0.05
-"""How often an actor looks for a newer version: one small read of a file, or one small message."""
+"""Seconds between looks for a newer version: one small read of a file, or one small message."""
 _RETRY_S = (1.0, 10.0)
-"""First and longest pause before a version that was refused is tried again: verifying one reads all of it."""
+"""First and longest pause before a refused version is tried again: verifying one reads all of it."""
 _MAX_UPDATES = 4096
-"""If nobody takes them, the oldest are forgotten beyond this number."""
+"""If nothing takes them, the oldest are dropped beyond this number."""
 
 
 class ActorError(RuntimeError):
-    """What ends an actor, which its supervisor then starts again; the text says why.
+    """Ends an actor, which its supervisor then starts again.
 
     ActorError
-      PolicyTimeout   here: a policy version did not arrive or was not applied in time
+      PolicyTimeout   here
       ActorFenced     actors.loop: a newer process acts under this actor's name
 
-    Beside it `actors.engine.EngineDead`, and `buffer.errors.BufferError` where the service is gone.
+    Beside it `actors.engine.EngineDead`, and `buffer.errors.BufferError` if the service is gone.
     """
 
 
@@ -52,7 +52,7 @@ class PolicyTimeout(ActorError):
 @dataclass(frozen=True)
 class _Refusal:
     version: PolicyVersion | None
-    """None: it could not even be asked which one is the newest."""
+    """None: the newest could not even be asked for."""
     reason: str
     retry_at_s: float
     pause_s: float
@@ -81,7 +81,6 @@ class WeightFollower:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Follow `puller` with `engine`; `name` is the actor's, for error messages."""
         self._name = name
         self._engine = engine
         self._puller = puller
@@ -98,22 +97,22 @@ class WeightFollower:
         self._poll_now = asyncio.Event()
         self._asked: Future[Any] | None = None
         self._late: Future[StagedVersion] | None = None
-        """A fetch that was given up on."""
+        """A fetch that timed out."""
         self._refusal: _Refusal | None = None
         self._updates: deque[WeightUpdate] = deque(maxlen=_MAX_UPDATES)
 
     @property
     def waits_for(self) -> PolicyVersion | None:
-        """The version without which no training request starts now; None where the engine is fresh enough."""
+        """Return the version without which no training request starts; None if the engine is fresh enough."""
         return self._newest if self._contract.is_behind(self.version, self._newest) else None
 
     @property
     def refused(self) -> str:
-        """The version refused last and why; '' once the engine serves the newest."""
+        """Return the version refused last and why; '' once the engine serves the newest."""
         return "" if self._refusal is None else str(self._refusal)
 
     def hear_of(self, newest: PolicyVersion) -> None:
-        """Somebody says that this version is published: look at once instead of at the next poll."""
+        """Note that this version is published: look at once instead of at the next poll."""
         if newest > self._newest:
             self._newest = newest
             self._poll_now.set()
@@ -133,14 +132,11 @@ class WeightFollower:
                     await self._poll_now.wait()
 
     async def update(self) -> None:
-        """Bring the engine to the newest version in the store, if it is not there yet.
+        """Bring the engine to the newest version in the store. PolicyTimeout if it did not verify or apply it in time.
 
-        A version that cannot be had (corrupt, removed meanwhile, of another model, or the weight service does not
-        answer) is logged and tried again later; the engine keeps what it has. A request that waits for it ends
-        the waiting, and the actor, in `admit`.
-
-        Raises:
-            PolicyTimeout: the engine did not verify or apply it within its bound.
+        A version that cannot be had (corrupt, removed, of another model, no answer from the weight service) is logged
+        and tried again later; the engine keeps what it has. A request that waits for it ends the waiting, and the
+        actor, in `admit`.
         """
         async with self._looking:
             newest = None
@@ -171,7 +167,7 @@ class WeightFollower:
             raise
 
     async def _ask(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the puller in a thread, which may take long, and one call at a time.
+        """Call the puller in a thread, one call at a time.
 
         TransferFailed if it took longer than the bound, or a call that did has not ended yet.
         """
@@ -191,18 +187,17 @@ class WeightFollower:
             ) from error
 
     def _late_arrival(self) -> StagedVersion | None:
-        """What was fetched since `_ask` gave up on it: a machine that takes long would else never catch up."""
+        """Return what was fetched after `_ask` timed out: a slow machine would else never catch up."""
         late, self._late = self._late, None
         if late is None or late.exception() is not None:
             return None
         return late.result()
 
     async def _put(self, staged: StagedVersion) -> None:
-        """Put a staged version under the engine, unless that serves a newer one by then."""
         version = staged.version
         try:
             await self._engine.prepare(staged, timeout_s=self._config.update_timeout_s)
-            # The lock is waited for outside the bound: an evaluation may hold it, and bounds itself.
+            # waited for outside the bound: an evaluation may hold it, and bounds itself
             async with self._applying:
                 if version <= self._engine.version:
                     return
@@ -227,7 +222,7 @@ class WeightFollower:
         self._updates.append(WeightUpdate(end_s - timing.pause_s, end_s, timing.load_s, served))
 
     async def _apply_whole(self, staged: StagedVersion) -> UpdateTiming:
-        """Apply, to its end even if the follower is cancelled: half an update leaves the engine paused."""
+        """Apply to the end even if the follower is cancelled: half an update leaves the engine paused."""
         bound_s = self._config.update_timeout_s
         applying = asyncio.create_task(self._engine.apply(staged, self._config.kv_cache, timeout_s=bound_s))
         try:
@@ -238,7 +233,7 @@ class WeightFollower:
             raise
 
     def _must_wait(self, version: PolicyVersion | None) -> bool:
-        """Was this version refused a moment ago? None: could the newest not be asked for?"""
+        """Return whether this version was refused a moment ago. None: whether the newest could not be asked for."""
         refusal = self._refusal
         return refusal is not None and refusal.version == version and self._clock() < refusal.retry_at_s
 
@@ -270,13 +265,10 @@ class WeightFollower:
                 await asyncio.sleep(POLL_S)
 
     async def admit(self, min_version: int) -> None:
-        """Return when a training request of a lease with this `min_version` may start.
+        """Wait until a training request of a lease with this `min_version` may start.
 
-        It may once the engine serves at least that version, is at most `max_actor_lag` behind the
-        newest one heard of, and neither an update nor an evaluation is going on.
-
-        Raises:
-            PolicyTimeout: the version did not arrive within `update_timeout_s`; evaluations do not count.
+        It may once the engine serves at least that version, is at most `max_actor_lag` behind the newest one, and
+        neither an update nor an evaluation is going on. PolicyTimeout as `catch_up`.
         """
         since_s = self._clock()
         while not (self._open and self._contract.may_start(self.version, self._newest, min_version)):
@@ -290,7 +282,7 @@ class WeightFollower:
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[PolicyVersion]:
-        """Keep the engine at one version, and free of new training requests, for the length of a block."""
+        """Keep the engine at one version, and free of new training requests, during a block."""
         async with self._applying:
             self._open = False
             try:
@@ -304,7 +296,7 @@ class WeightFollower:
         self._changed = asyncio.Event()
 
     def _has_waited_enough(self, since_s: float) -> bool:
-        """For a version, since then or since training requests may start again: an evaluation may take longer."""
+        """Return whether the bound is over since then, or since training requests may start again."""
         return self._open and self._clock() > max(since_s, self._opened_at_s) + self._config.update_timeout_s
 
     def _never_came(self, wanted: str) -> PolicyTimeout:

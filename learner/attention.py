@@ -1,16 +1,14 @@
 """Exact block-diagonal causal attention over packed sequences, without a mask of the budget squared.
 
-Where flash attention runs (CUDA, 16-bit floats), all T packed tokens of a micro-batch are one call, which is told where
-its sequences end. Elsewhere the sequences are bucketed by power-of-two length, gathered into a padded grid
-[N, H, L, D] per bucket, run through SDPA with `is_causal`, and scattered back. Padding stands to the
-right of every sequence, so no real token ever attends to it: the result is exact, and so is its gradient.
-A prompt that several sequences share asks once, as part of the first of them; the others ask from their completions
-alone, and only its keys and values are gathered for each. In a grid those are sequences with as long a prompt, under
-a mask [Q, L], and where a prompt is short it asks anew for each, since that is cheaper.
-Two things that some models ask for are exact too: a sliding window is a band mask [Q, L] where a bucket is
-longer than the window, and soft-capped scores (Gemma 2), which neither kernel knows, are computed a block of queries at
-a time, again in the backward pass. The function is registered with Transformers under `IMPLEMENTATION`; layers pass the
-layout through.
+With flash attention (CUDA, 16-bit floats) all T packed tokens of a micro-batch are one call, which is told where its
+sequences end. Elsewhere the sequences are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per
+bucket, run through SDPA with `is_causal`, and scattered back. Padding stands to the right of every sequence, so no real
+token attends to it: the result is exact, and so is its gradient. A prompt that several sequences share asks once, as
+part of the first; the others ask from their completions alone, and only its keys and values are gathered for each. In a
+grid those are sequences with equally long prompts, under a mask [Q, L]; a short prompt asks anew for each, which is
+cheaper. A sliding window is a band mask [Q, L] if a bucket is longer than it. Soft-capped scores (Gemma 2), which
+neither kernel knows, are computed a block of queries at a time, again in the backward pass. The function is registered
+with Transformers under `IMPLEMENTATION`; layers pass the layout through.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from learner.packing import IntArray
 IMPLEMENTATION = "leeway_packed"
 
 SHORTEST_BUCKET = 16
-"""Shorter sequences share a bucket: below this, another kernel call costs more than the padding it saves."""
+"""Shorter sequences share a bucket: another kernel call would cost more than the padding."""
 SCORES_MIB = 64.0
-"""Soft-capped scores (float32, or wider as the model is) held at a time."""
+"""Soft-capped scores held at a time."""
 
 
 class Grid(NamedTuple):
@@ -47,34 +45,34 @@ class Grid(NamedTuple):
 
 
 class Grids(NamedTuple):
-    """Where the packed tokens of one micro-batch stand in the grids of its buckets."""
+    """Positions of a micro-batch's packed tokens in the grids of its buckets."""
 
     buckets: tuple[Grid, ...]
     scatter: Tensor
-    """int64 [T]: for each packed token its row in the concatenated, flattened queries."""
+    """int64 [T]: row of each packed token in the concatenated, flattened queries."""
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Where each sequence of one micro-batch begins and ends among its T packed tokens."""
+    """Bounds of the sequences of one micro-batch among its T packed tokens."""
 
     bounds: IntArray
-    """The N sequences' starts, and the end of the last, each with the prompt that it reads."""
+    """The N sequences' starts, each with the prompt that it reads, and the end of the last."""
     places: IntArray
-    """Which packed token is each of the sequences' tokens."""
+    """The packed token of each of the sequences' tokens."""
     shared_N: IntArray
-    """Tokens at a sequence's beginning that are packed with one before it; the others follow each other."""
+    """Tokens at a sequence's beginning that are packed with an earlier one; the others follow each other."""
     edges: Tensor
     """As `bounds`, of the tokens that a sequence has for itself, on the device: int32 [N + 1]."""
     key_edges: Tensor
     """`bounds` on the device, int32 [N + 1]."""
     keys: Tensor | None
-    """`places` on the device; None: nothing is shared, so the sequences' tokens are the packed ones."""
+    """`places` on the device; None: nothing is shared."""
     _bands: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(cls, bounds: IntArray, device: torch.device, places: IntArray | None = None) -> AttentionLayout:
-        """Lay out the tokens of one micro-batch; the arguments as in `PackedBatch`, None where nothing is shared."""
+        """Lay out the tokens of one micro-batch; the arguments as in `PackedBatch`, None if nothing is shared."""
         if places is None:
             places = np.arange(bounds[-1])
         is_new = np.diff(np.maximum.accumulate(places), prepend=-1) > 0
@@ -95,12 +93,11 @@ class AttentionLayout:
 
     @functools.cached_property
     def longest_own(self) -> int:
-        """Most tokens that a sequence has for itself."""
         return int((np.diff(self.bounds) - self.shared_N).max())
 
     @functools.cached_property
     def grids(self) -> Grids:
-        """The sequences by bucket; made when a layer first asks, for a kernel that takes them packed never does."""
+        """The sequences by bucket; made when a layer first asks, which a kernel for packed sequences never does."""
         starts, lengths = self.bounds[:-1], np.diff(self.bounds)
         # a shorter prompt asks anew: each length is a grid of its own, and a mask costs what lies above the diagonal
         asks_apart_N = self.shared_N >= np.maximum(lengths - self.shared_N, SHORTEST_BUCKET)
@@ -124,7 +121,9 @@ class AttentionLayout:
         return Grids(tuple(grids), torch.from_numpy(scatter_T).to(self.edges.device))
 
     def band(self, queries: int, keys: int, window: int) -> Tensor:
-        """Who sees whom, bool [queries, keys], the last of each the same: itself and the `window - 1` tokens before."""
+        """Which key each query sees, bool [queries, keys], the last of each the same: itself and the `window - 1`
+        before.
+        """
         band = self._bands.get((queries, keys, window))
         if band is None:
             band = _band(queries, keys, keys - queries, window, self.edges.device)
@@ -149,22 +148,19 @@ def packed_attention(
     """Attention function in the form that Transformers' decoder layers call.
 
     Args:
-        module: the attention module; not read.
+        module: not read.
         query: [1, H, T, D].
         key: [1, H_kv, T, D], H a multiple of H_kv.
-        value: like `key`; its dtype is that of the products, while rotations in float32 may have widened the others.
-        attention_mask: not read; the layout says who sees whom.
+        value: like `key`, in the dtype of the products; rotations in float32 may have widened the others.
+        attention_mask: not read.
         layout: of this micro-batch.
         scaling: of the scores; None: 1 / sqrt(D).
-        dropout: must be 0; both passes of a step have to compute the same function.
+        dropout: must be 0, or ValueError: both passes of a step have to compute the same function.
         sliding_window: tokens that a token sees, itself included; None: all before it.
         softcap: scores s become softcap * tanh(s / softcap); None: they stay.
 
     Returns:
         The output [1, T, H, D], and None for the weights.
-
-    Raises:
-        ValueError: dropout.
     """
     if dropout:
         raise ValueError(f"attention dropout {dropout} would make the two passes of a step differ; set it to 0")
@@ -243,10 +239,9 @@ def _in_grid(
 
 
 def _takes_grouped_heads(query: Tensor, is_plain: bool) -> bool:
-    """Has SDPA a kernel for them that keeps no scores [N, H, L, L]? With a mask, unless attention `is_plain`.
+    """Return whether SDPA takes them without keeping scores [N, H, L, L]; with a mask unless `is_plain`.
 
-    On CUDA that is flash attention alone, which takes 16-bit floats and no mask: so torch documents it, and no GPU has
-    run it here.
+    On CUDA only flash attention does, in 16 bits and without a mask: so torch documents it, and no GPU has run it here.
     """
     return query.device.type == "cpu" or (is_plain and query.dtype in (torch.bfloat16, torch.float16))
 
@@ -254,7 +249,7 @@ def _takes_grouped_heads(query: Tensor, is_plain: bool) -> bool:
 def _soft_capped_in_blocks(
     query_NHQD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scale: float, softcap: float
 ) -> Tensor:
-    """As many queries at a time as `SCORES_MIB` lets; where that is not all, each block is computed again backward."""
+    """Compute as many queries at a time as `SCORES_MIB` lets; of several blocks each is computed again backward."""
     (num, heads, queries, _), wide = query_NHQD.shape, torch.promote_types(query_NHQD.dtype, torch.float32)
     length = key_NHLD.shape[2]
     rows, offset = max(1, int(SCORES_MIB * 2**20) // (num * heads * length * wide.itemsize)), length - queries
@@ -286,7 +281,7 @@ def _soft_capped(
 
 
 def _band(queries: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
-    """Who sees whom, bool [queries, keys]: itself, `offset` behind the first key, and the `window - 1` before it."""
+    """Which key each query sees, bool [queries, keys]: its own, `offset` behind the first, and `window - 1` before."""
     behind = torch.arange(offset, offset + queries, device=device)[:, None] - torch.arange(keys, device=device)
     return (behind >= 0) & (behind < window)
 

@@ -25,11 +25,11 @@ LagByActor = dict[str, dict[int, int]]
 
 @dataclass(frozen=True)
 class Leaves:
-    """What a loss reads of the weights, for each completion token; or its gradient with respect to that."""
+    """What a loss reads of the weights, per completion token; or its gradient with respect to that."""
 
     logprobs_T: Tensor
     values_T: Tensor | None = None
-    """The critic's value of the state before each token; None where there is no critic."""
+    """The critic's value of the state before each token; None without a critic."""
 
     def of(self, where_T: Tensor) -> Leaves:
         return Leaves(self.logprobs_T[where_T], None if self.values_T is None else self.values_T[where_T])
@@ -39,7 +39,6 @@ COLUMNS = (
     "group_id", "sample_index", "prompt_id", "prompt_length", "finished_s", "actor", "finish_reason", "token_ids",
     "logprobs", "spans", "reward", "reward_parts", "reference_logprobs",
 )  # fmt: skip
-"""What a step reads of a trajectory."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,12 @@ class StepBatch:
     """
 
     rows: pa.RecordBatch
-    """The sequences: `COLUMNS` of the buffer's schema."""
     packed: PackedBatch
     rule: PackingRule
     version: int
     """The learner's, at which these tokens are trained."""
     resumed_at: Mapping[int, int]
-    """For every incarnation of the learner, the version that it started from."""
+    """By incarnation of the learner, the version that it started from."""
     sequence_T: IntArray
     group_B: IntArray
     prompt_B: IntArray
@@ -64,15 +62,14 @@ class StepBatch:
     counted_T: IntArray
     """The version that each token counts with, after restarts of the learner."""
     abandoned_T: npt.NDArray[np.bool_]
-    """Tokens of versions that a learner restart abandoned; their lag counts from the checkpoint it resumed from."""
+    """Tokens of versions that a restart abandoned; their lag counts from the checkpoint it resumed from."""
     single_version_B: npt.NDArray[np.bool_]
 
     @classmethod
     def build(cls, rows: pa.RecordBatch, version: int, resumed_at: Mapping[int, int], rule: PackingRule) -> StepBatch:
-        """Flatten and pack rows of `buffer.schema.SCHEMA`; what the buffer draws has a reward.
+        """Flatten and pack rows of `buffer.schema.SCHEMA`, each with a reward.
 
-        Raises:
-            ValueError: a sequence does not fit the budget, or there is none.
+        ValueError if a sequence does not fit the budget, or there is none.
         """
         rows = rows.select(COLUMNS)
         group_B = _numbers(rows, "group_id")
@@ -96,16 +93,16 @@ class StepBatch:
         )
 
     def part(self, sequences: IntArray, version: int) -> StepBatch:
-        """Some of the sequences as a batch of their own: indices, ascending, of whole groups."""
+        """Return some of the sequences as a batch: indices, ascending, of whole groups."""
         return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
 
     def pack(self, sequences: IntArray) -> PackedBatch:
-        """Some of the sequences, packed by the same rule to be scored alone: there is no second pass to save."""
+        """Pack some of the sequences to be scored alone: there is no second pass to save."""
         chosen, (_, group_B) = self.rows.take(sequences), np.unique(self.group_B[sequences], return_inverse=True)
         return pack_rows(chosen, replace(self.rule, unit="sequence"), group_B)
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
-        """Where the completion tokens of these sequences stand in T, in order."""
+        """Return the positions in T of the completion tokens of these sequences."""
         is_chosen_B = np.zeros(self.rows.num_rows, np.bool_)
         is_chosen_B[sequences] = True
         return np.flatnonzero(is_chosen_B[self.sequence_T])
@@ -121,19 +118,19 @@ class StepBatch:
 
     @property
     def fresh_T(self) -> npt.NDArray[np.bool_]:
-        """Tokens of lag 0 in sequences of a single version, which no restart abandoned: no staleness parts them."""
+        """Tokens of lag 0 in sequences of a single version, which no restart abandoned."""
         return (self.lag_T == 0) & self.single_version_B[self.sequence_T] & ~self.abandoned_T
 
     def unscored(self) -> IntArray:
-        """Indices of sequences that the reference model has not scored yet."""
+        """Return the indices of sequences without reference scores."""
         return np.flatnonzero(self.rows.column("reference_logprobs").is_null())
 
     def bounds_T(self) -> IntArray:
-        """Where each sequence's completion starts in T, and where the last ends (B + 1 values)."""
+        """Return the start in T of each sequence's completion, and the end of the last (B + 1 values)."""
         return np.searchsorted(self.sequence_T, np.arange(self.rows.num_rows + 1)).astype(np.int64)
 
     def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, step: int) -> LossInputs:
-        """What the loss reads, with the log-probabilities and values of now as leaves to differentiate.
+        """Return what the loss reads, with the present log-probabilities and values as leaves to differentiate.
 
         Args:
             leaves: of the weights as they are.
@@ -171,10 +168,9 @@ class StepBatch:
 
 
 def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
-    """The metric `mismatch/lag0_abs`, actor by actor.
+    """Return the metric `mismatch/lag0_abs` by actor.
 
-    Only fresh tokens count: there the difference is an implementation gap, or wrong weights, and not staleness. The
-    log-probabilities are the learner's, at the weights with which the step begins.
+    Only fresh tokens count: there the difference is an implementation gap, or wrong weights, and not staleness.
     """
     sampled_T = np.asarray(batch.rows.column("logprobs").flatten(), np.float64)
     actor_B = np.asarray(batch.rows.column("actor"))
@@ -189,9 +185,8 @@ def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
 
 
 def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
-    """The distribution behind the metrics `lag/token_...`, actor by actor: exact, and all that is needed to add up.
-
-    A token counts once for each update that trained it, at the version of that.
+    """Return the exact distribution behind the metrics `lag/token_...` by actor; a token counts in each update that
+    trained it.
     """
     found: LagByActor = {}
     for batch in updates:
@@ -205,7 +200,7 @@ def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
 
 
 def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> IntArray:
-    """The version that the tokens of each span count with, after restarts of the learner."""
+    """Return the version that the tokens of each span count with, after restarts of the learner."""
     incarnations, versions, *_ = rows.column("spans").flatten().flatten()
     sampled_S = list(zip(incarnations.to_pylist(), versions.to_pylist(), strict=True))
     counted = {each: effective_version(PolicyVersion(*each), resumed_at) for each in set(sampled_S)}
@@ -213,7 +208,7 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
 
 
 def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray | None = None) -> PackedBatch:
-    """Trajectories by columns, packed, where the group of each is known already; the errors as of `pack`."""
+    """Pack trajectories by columns; errors as `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
     sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
     unit_B = _numbers(rows, "group_id") if group_B is None else group_B
@@ -223,5 +218,5 @@ def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray | None 
 
 
 def _numbers(rows: pa.RecordBatch, name: str) -> IntArray:
-    """The group, or the prompt, of each sequence, numbered from 0."""
+    """Return the group, or the prompt, of each sequence, numbered from 0."""
     return np.unique(rows.column(name), return_inverse=True)[1].reshape(-1)

@@ -5,13 +5,13 @@
       meta.json             the coordinator adds the checksum of each file, and where training stood
     step-00000050/          renamed when all of it is on disk
 
-The threads speak over a process group of their own, for their collectives must not come between those of training.
-Tensors are saved under names of the whole model, so a run may restart with other stages, chunks and replicas:
+The threads have a process group of their own: their collectives must not come between those of training. Tensors are
+saved under names of the whole model, so a run may restart with other stages, chunks and replicas:
 
     NAME                        a parameter, as the Hugging Face checkpoint calls it
     optimizer.exp_avg.NAME      a moment of it; also exp_avg_sq, and step, the updates that it had
     critic.NAME                 either of the above, of a critic that is a model of its own
-    rng.RANK, rng_cuda.RANK     random generators; the only tensors that belong to a rank and not to the model
+    rng.RANK, rng_cuda.RANK     random generators, the only tensors that belong to a rank
 """
 
 from __future__ import annotations
@@ -67,13 +67,10 @@ class Checkpoints:
     """Saves and restores one run's checkpoints. All ranks make it, and call its methods, together."""
 
     def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, model: str = "") -> None:
-        """Look after a folder, the same for all ranks; what a crash left behind in it is removed.
+        """Open a folder, the same for all ranks, keep so many complete checkpoints, and remove what a crash left.
 
-        So many complete checkpoints stay. One that takes longer than `timeout_s` to write or to read has failed. The
-        model is the `model_identity` of what is trained; '' to go by the tensors alone.
-
-        Raises:
-            CheckpointFailed: a rank cannot write there. All ranks raise it.
+        Writing or reading one for longer than `timeout_s` fails. `model`: `model_identity` of what is trained; '' to go
+        by the tensors alone. CheckpointFailed, on all ranks, if one cannot write there.
         """
         self._folder = folder
         self._keep = keep
@@ -99,17 +96,16 @@ class Checkpoints:
     # --- write ----------------------------------------------------------------------------------------
 
     def save(self, networks: Networks, progress: TrainingProgress) -> None:
-        """Begin to write a checkpoint, after a `wait` for the one under way; the state is copied when this returns."""
+        """Begin to write a checkpoint, after a `wait` for the one under way; the state is copied on return."""
         self.wait()
         self._under_way = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
 
     def released(self) -> int | None:
-        """On the coordinator: the step of the oldest checkpoint kept, if it has changed since the last call; else None.
+        """On the coordinator: return the step of the oldest checkpoint kept if it changed since the last call; never
+        waits.
 
-        Draws up to it are never asked for again, whichever of the checkpoints a restart finds whole. Waits for nothing.
-
-        Raises:
-            CheckpointFailed: a checkpoint could not be written, for example because the disk is full. Said once.
+        Draws up to it are never asked for again, whichever checkpoint a restart finds whole. CheckpointFailed, once, if
+        one could not be written.
         """
         if self._under_way is not None and self._under_way[1].done():
             self.wait()
@@ -121,7 +117,7 @@ class Checkpoints:
 
         Raises:
             CheckpointFailed: what was under way is not written, or not in `timeout_s`.
-            StageLost: it is not, because another rank died.
+            StageLost: another rank died.
         """
         if self._under_way is None:
             return
@@ -148,13 +144,13 @@ class Checkpoints:
             self._oldest = self._released = oldest
 
     def close(self) -> None:
-        """Wait for what is under way, as `wait`, and part from the other ranks."""
+        """Wait as `wait`, and leave the process group."""
         self.wait()
         self._ranks.close()
 
     def _write(self, tensors: dict[str, Tensor], progress: TrainingProgress) -> None:
         final, temporary = self._path(progress.step), self._temporary(progress.step)
-        # ours lie on the host: where there is a GPU, the loader that copies ahead waits for its stream at each of them
+        # ours lie on the host: with a GPU, the loader that copies ahead waits for its stream at each of them
         writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
         writer.fs = _Disk()
         own_file = temporary / _file_of(self._place.rank)
@@ -174,7 +170,7 @@ class Checkpoints:
             raise Disagreement(f"{error}; {free >> 20} MiB were left, and each rank writes {needed >> 20}") from error
 
     def _complete(self, progress: TrainingProgress, told: list[str]) -> None:
-        """Give a checkpoint its name, then remove those that are too many; `told`: each rank's seal of its file."""
+        """Rename a checkpoint, then remove those that are too many; `told`: each rank's seal of its file."""
         place, step = self._place, progress.step
         final, temporary = self._path(step), self._temporary(step)
         pairs = (text.split() for text in told)
@@ -192,7 +188,7 @@ class Checkpoints:
             discard(left)
 
     def _remove(self, step: int) -> None:
-        """First the name, so that a crash leaves no half of a checkpoint under it."""
+        """Rename first, so that a crash leaves no half of a checkpoint under its name."""
         path = self._path(step)
         with suppress(OSError):  # as of an immutable folder
             path = path.rename(self._folder / f".step-{step:08d}.{time.monotonic_ns()}.old")
@@ -202,9 +198,9 @@ class Checkpoints:
     # --- read -----------------------------------------------------------------------------------------
 
     def restore(self, networks: Networks) -> TrainingProgress | None:
-        """Read the newest checkpoint that is whole; damaged ones after it are set aside under another name.
+        """Read the newest checkpoint that is whole and return where training stood, or None without one.
 
-        Where training stood is returned, or None where there is no checkpoint.
+        Damaged ones after it are set aside under another name.
 
         Raises:
             CheckpointMismatch: the newest whole one belongs to another model. Nothing was changed.
@@ -233,7 +229,7 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, networks: Networks) -> CheckpointMeta | None:
-        """Make a checkpoint the state of training; None where it is damaged, and nothing was changed."""
+        """Load a checkpoint; None, with nothing changed, if it is damaged."""
         path, ranks = self._path(step), self._ranks
         try:
             meta, stored = ranks.together(lambda: self._checked(path), f"use the checkpoint {path}")
@@ -250,7 +246,7 @@ class Checkpoints:
         return meta
 
     def _checked(self, path: Path) -> tuple[CheckpointMeta, Stored]:
-        """What a checkpoint says of itself. Every rank looks at its share of the files, and at what it unpickles."""
+        """Read a checkpoint's metadata. Every rank checks its share of the files, and the index that it unpickles."""
         meta = CheckpointMeta.read(path)
         share = sorted(meta.files)[self._place.rank :: self._place.num_ranks]
         meta.check(path, {*share, _INDEX})
@@ -277,7 +273,6 @@ class Checkpoints:
             )
 
     def _set_aside(self, damaged: list[int]) -> None:
-        """Rename them, so that they do not count among those that are kept."""
         for step in damaged:
             aside = self._folder / f"damaged-{self._path(step).name}"
             discard(aside)
@@ -310,7 +305,7 @@ class Checkpoints:
 
 
 class _Disk(FileSystem):
-    """Raises the error of the disk: torch's writer of archives fails once more because of it, and raises that alone."""
+    """Raises the disk's error: torch's writer of archives fails once more because of it, and raises that alone."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -322,7 +317,7 @@ class _Disk(FileSystem):
 
 
 def _file_of(rank: int) -> str:
-    """What torch.distributed.checkpoint calls a rank's only file."""
+    """Return the name that torch.distributed.checkpoint gives a rank's only file."""
     return f"__{rank}_0.distcp"
 
 
@@ -339,25 +334,23 @@ def _first_misfit(stored: Stored, own: Mapping[str, Tensor]) -> str:
 
 
 class TrainingState:
-    """Copies of one rank's tensors; they take as much host memory as the rank's weights and moments.
+    """Copies of one rank's tensors, in as much host memory as its weights and moments.
 
-    Training goes on while the copies are written, and a checkpoint is read into them first: whatever goes wrong there,
-    the live tensors are those of before.
+    Training goes on while they are written, and a checkpoint is read into them first: on failure the live tensors stay.
     """
 
     def __init__(self, rank: int) -> None:
-        """Nothing is copied yet; `rank` is whose random generators are meant."""
         self._rank = rank
         self._copies: dict[str, Tensor] = {}
 
     def prepare(self, networks: Networks) -> None:
-        """Make room: the first touch of so much memory takes longer than to fill it later, while a step waits."""
+        """Touch the memory: the first touch takes longer than to fill it later, while a step waits."""
         self._room_for(networks)
         for copy in self._copies.values():
             copy.zero_()
 
     def take(self, networks: Networks) -> dict[str, Tensor]:
-        """Copy everything to host memory; the copies are those of the call before, with new values."""
+        """Copy everything to host memory, into the copies of the call before."""
         on_gpu = networks.policy.device.type == "cuda"
         for name, tensors in self._room_for(networks).items():
             self._copies[name].copy_(tensors[0], non_blocking=on_gpu)
@@ -369,7 +362,7 @@ class TrainingState:
         return taken
 
     def to_read(self, networks: Networks, stored: Container[str]) -> dict[str, Tensor]:
-        """Host tensors for a checkpoint to be read into.
+        """Return host tensors for a checkpoint to be read into.
 
         A rank that the checkpoint, with these names stored, does not know takes the generators of rank 0.
         """
@@ -385,7 +378,6 @@ class TrainingState:
         return wanted
 
     def put(self, networks: Networks, read: dict[str, Tensor]) -> None:
-        """Make what was read into the tensors of `to_read` the state of training."""
         for name, tensors in live_tensors(networks).items():
             for tensor in tensors:
                 tensor.copy_(read[name])
@@ -398,7 +390,7 @@ class TrainingState:
                 torch.cuda.set_rng_state(state, networks.policy.device)
 
     def _room_for(self, networks: Networks) -> dict[str, list[Tensor]]:
-        """Make copies for the live tensors, which are returned, unless that was done."""
+        """Return the live tensors, and make room for their copies once."""
         live = live_tensors(networks)
         if self._copies.keys() != live.keys():
             on_gpu = networks.policy.device.type == "cuda"
@@ -407,12 +399,12 @@ class TrainingState:
 
 
 def is_of_a_rank(name: str) -> bool:
-    """Is this a random generator's state, and not a tensor of the model?"""
+    """Return whether this is a random generator's state, and not a tensor of the model."""
     return name.startswith((f"{_RNG}.", f"{_RNG_CUDA}."))
 
 
 def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:
-    """This rank's tensors by the name under which they are saved; a tied weight may have two copies on one rank."""
+    """Return this rank's tensors by the name they are saved under; a tied weight may have two copies on one rank."""
     found = _tensors_of(networks.policy, "")
     if networks.critic is not None:
         found |= _tensors_of(networks.critic, "critic.")

@@ -1,4 +1,4 @@
-"""CheckpointMeta: `meta.json`, which completes a checkpoint, seals its files, and says how far training had come."""
+"""CheckpointMeta: `meta.json`, which completes a checkpoint, seals its files, and records the progress of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 META_NAME = "meta.json"
 
 _COMPLETE = re.compile(r"step-(\d{8})")
-"""The name of a checkpoint's folder; one that is being written has another."""
 
 _READ_BYTES = 2**22
 
@@ -34,13 +33,12 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     version: int
     """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs a step."""
     incarnation: int
-    """Of the learner that wrote the checkpoint."""
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Steps in a row without a finite loss or gradient, as learner.report counts them."""
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """What is known of a file."""
+    """Size and checksum of a file."""
 
     size_bytes: int
     xxh3: str
@@ -56,16 +54,14 @@ class Seal(msgspec.Struct, frozen=True):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True):
-    """All that a checkpoint says of itself."""
+    """Metadata of a checkpoint."""
 
     progress: TrainingProgress
     num_stages: int
     num_replicas: int
-    """Of the run that wrote it; another one may read it."""
     model: str
-    """`common.hf_folder.model_identity` of what was trained; '' where it is unknown."""
+    """`common.hf_folder.model_identity` of what was trained; '' if unknown."""
     files: dict[str, Seal]
-
     xxh3: str = ""
 
     def encode(self) -> bytes:
@@ -114,13 +110,13 @@ _DECODER = msgspec.json.Decoder(CheckpointMeta)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a run's folder of them, which has to be readable, ascending."""
+    """Return the steps of the complete checkpoints in a run's folder of them, ascending."""
     found = (_COMPLETE.fullmatch(path.name) for path in folder.iterdir() if (path / META_NAME).exists())
     return sorted(int(match[1]) for match in found if match)
 
 
 def newest_progress(folder: Path) -> TrainingProgress | None:
-    """Where training stood at the newest checkpoint whose document is what was written; None where there is none."""
+    """Return where training stood at the newest checkpoint whose document is whole; None without one."""
     for step in reversed(steps_in(folder)):
         try:
             return CheckpointMeta.read(folder / f"step-{step:08d}").progress

@@ -1,11 +1,10 @@
-"""The coordinator rank: it alone talks to the buffer service, and hands each batch to the other ranks.
+"""The coordinator rank, which alone talks to the buffer service, and hands each batch to the other ranks.
 
     Channel       one direction, from the coordinator to all others: a header of two integers (kind, length) and
                   `length` bytes, both broadcast
     Coordinator   the conversation with the buffer, every wait bounded
 
-While the coordinator waits for a batch, which may take long, it sends a heartbeat every second, so that a dead
-coordinator is noticed soon.
+While it waits for a batch the coordinator sends a heartbeat every second, so that its death is noticed soon.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ R = TypeVar("R")
 HEARTBEAT_S = 1.0
 
 _SCORE_POLL_S = 0.05
-"""So long the learner waits for its batch, or for samples that can be scored, before it asks for some."""
+"""Seconds that the learner waits for its batch, or for samples to score, before it asks for some."""
 
 Score = Callable[[bytes | memoryview], list[npt.NDArray[np.float32]]]
 """Trajectories as an Arrow IPC stream -> the reference's log-probabilities of each; all ranks take part."""
 
 
 class Kind(IntEnum):
-    """What the coordinator says."""
+    """Kinds of messages."""
 
     WAITING = 0
     BATCH = 1
     STOP = 2
     FAILED = 3
     PUBLISH = 4
-    """Publish the version that you have: it was left out before, for earlier ones were still being written."""
+    """Publish the present version: it was left out while earlier ones were being written."""
     SCORE = 5
     """Score these trajectories, which are of no step yet."""
 
@@ -63,10 +62,10 @@ class CoordinatorFailed(RuntimeError):
 
 
 class Channel:
-    """One direction: `send` on the coordinator, `receive` on every other stage, in the same order."""
+    """One direction: `send` on the coordinator, `receive` on every other rank, in the same order."""
 
     def __init__(self, place: MeshPlace) -> None:
-        """Speak over the default process group; its timeout bounds every wait."""
+        """Use the default process group, whose timeout bounds every wait."""
         self._coordinator = place.coordinator
         self._is_coordinator = place.is_coordinator
         self._alone = place.num_ranks == 1
@@ -81,10 +80,9 @@ class Channel:
             dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._coordinator)
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The coordinator's next batch, its word to stop, to publish or to score; heartbeats are passed over.
+        """Return the next batch, or a request to stop, publish or score; heartbeats are passed over.
 
-        Raises:
-            CoordinatorFailed: the coordinator gave up, for example because no batch came in time.
+        CoordinatorFailed if the coordinator gave up.
         """
         while True:
             header = torch.zeros(2, dtype=torch.int64)
@@ -114,7 +112,7 @@ class Coordinator:
         """Connect to the buffer service. A round of scoring has so many tokens at most, or one group.
 
         Raises:
-            BufferUnavailable: it does not answer, or lets it wait beyond the deadline, as in `BufferClient.connect`.
+            BufferUnavailable: no answer before the deadline, as in `BufferClient.connect`.
             BufferRefused: it serves another run.
         """
         self._address = context.buffer_address
@@ -143,7 +141,7 @@ class Coordinator:
         self.newest_published: int | None = None
         """None until weights of this process are committed."""
         self.waiting_for = ""
-        """Whom the learner waits for just now; empty while it computes."""
+        """Empty while the learner computes."""
 
     def begin(self, version: int, step: int, deadline: float) -> None:
         """Cut the metrics to this step, and open this learner's incarnation; the other stages do not listen yet.
@@ -161,14 +159,14 @@ class Coordinator:
     def draw(
         self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None], score: Score | None
     ) -> Draw | None:
-        """The batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
+        """Return the batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
 
-        `while_waiting` is called, and a heartbeat sent, about every second until the batch is there. Meanwhile what
-        waits for later steps is scored, unless `score` is None, one round at a time: so much later it may be noticed.
+        `while_waiting` is called, and a heartbeat sent, about every second. Meanwhile what waits for later steps is
+        scored, unless `score` is None, one round at a time: the batch may be noticed that much later.
 
         Raises:
             NoBatch: none came within `batch_timeout_s`.
-            TimeoutError: nor did an answer, as of a service that has no room to write a draw down.
+            TimeoutError: nor did an answer, as of a service whose disk is full.
         """
         self.settle()
         config = self._config
@@ -194,13 +192,13 @@ class Coordinator:
         return None
 
     def check_age(self, draw: Draw, version: int) -> None:
-        """A last look before anything is trained: StaleTokens if the last update of the step were past the bound."""
+        """Raise StaleTokens if the last update of the step would train a token past the bound."""
         last_update = version + self._config.updates_per_step - 1
         oldest = counted_versions(draw.rows, self.resumed_at).min()
         self._contract.check_trained(last_update, last_update - int(oldest))
 
     def settle(self, *, heartbeats: bool = True) -> None:
-        """Wait until the service confirmed all reports; without heartbeats where the other stages do not listen."""
+        """Wait until the service confirmed all reports; without heartbeats while the other ranks do not listen."""
         with self._lock:
             pending, self._pending = self._pending, []
         for what, future in pending:
@@ -219,7 +217,7 @@ class Coordinator:
         self._expect(f"record version {version}", self._client.published(version.incarnation, version.version))
 
     def release_draws(self, step: int, *, heartbeats: bool = True) -> None:
-        """Report that draws up to a step are used for good, once they are recorded: it must not overtake them."""
+        """Report that draws up to a step are used for good, after they are recorded."""
         self.settle(heartbeats=heartbeats)
         self._expect(f"release the draws up to step {step}", self._client.checkpoint_durable(step))
 
@@ -227,7 +225,7 @@ class Coordinator:
         self._client.close()
 
     def _score_until(self, drawn: Future[Draw], score: Score, deadline: float) -> None:
-        """Have ready samples scored until the draw is answered, ready or not; a full disk keeps that too waiting."""
+        """Score ready samples until the draw is answered; a full disk delays that too."""
         pause_s = _SCORE_POLL_S
         while not wait([drawn], pause_s).done:
             asked = self._client.take_unscored(self._round_tokens)
@@ -242,7 +240,7 @@ class Coordinator:
                 self.scored_ahead_s += time.perf_counter() - started_s
 
     def _with_scores(self, draw: Draw) -> Draw:
-        """The draw with those scores that were not written yet when it was answered."""
+        """Add those scores that were not written yet when the draw was answered."""
         ahead, self._ahead = self._ahead, {}
         lacks = draw.rows.column("reference_logprobs").is_null().to_pylist() if ahead else []
         scores = [ahead.get(record) if lack else None for record, lack in zip(draw.record_ids, lacks, strict=False)]
@@ -255,7 +253,7 @@ class Coordinator:
             self._pending.append((what, future))  # type: ignore[arg-type]  # a Future is read-only to us
 
     def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True, deadline: float = inf) -> R:
-        """The reply; the client itself gives up on a silent service, and its error says so."""
+        """Return the reply; the client itself gives up on a silent service."""
         asked_at = time.monotonic()
         while True:
             try:
@@ -265,7 +263,6 @@ class Coordinator:
                     return future.result()  # its own error, or an answer that came just now
                 if heartbeats:
                     self._channel.send(Kind.WAITING)
-                # A service whose disk is full answers that it waits: so do we.
                 if (now := time.monotonic()) > deadline:
                     why = self._client.put_off_because or "its log in the run folder says why"
                     raise TimeoutError(

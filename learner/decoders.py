@@ -1,13 +1,12 @@
 """Decoders: the families that the learner trains, what their layers cost, and how they are split into chunks.
 
-A family's forward is embedding, layers, norm and head. What differs inside a module (scaled embeddings, norms that
-add one, query scalings) comes with Transformers' own modules and needs nothing here. Imports neither torch nor
-transformers, so that a config can be loaded without them.
+A family's forward is embedding, layers, norm and head. What differs inside a module (scaled embeddings, norms that add
+one, query scalings) comes with Transformers' own modules. Imports neither torch nor transformers.
 
-The cost is counted in floating-point operations per token of a training step, from the model's config alone:
-a layer's products and its attention at a typical length; the head, as if its logits were always computed twice; the
-embedding, which is a lookup, but whose dense gradient is written for every micro-batch. A rank of a pipeline holds
-one chunk, or several that an interleaved schedule takes in turn.
+The cost is counted in floating-point operations per token of a training step, from the model's config alone: a layer's
+products and its attention at a typical length; the head, as if its logits were always computed twice; the embedding, a
+lookup whose dense gradient is written for every micro-batch. A rank holds one chunk, or several that an interleaved
+schedule takes in turn.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class Family:
     """What stages have to know of a model type."""
 
     typed_rotations: bool = False
-    """Does its rotary embedding turn layers of different attention types differently?"""
+    """Does its rotary embedding treat layers of different attention types differently?"""
     caps_logits: bool = False
     windows: Literal["none", "typed", "all"] = "none"
-    """The layers in which `sliding_window` holds: those that `layer_types` says, or all."""
+    """The layers with a `sliding_window`: those that `layer_types` says, or all."""
     serves_typed: bool = True
 
 
@@ -46,14 +45,12 @@ FAMILY_OF: Mapping[str, Family] = {
 FAMILIES = tuple(FAMILY_OF)
 
 BATCH_WIDE_ROTATIONS = ("dynamic", "longrope")
-"""Rotary embeddings whose angles follow the longest sequence of a batch, so that packing would change the model."""
+"""Rotary types whose angles follow the longest sequence of a batch: packing would change the model."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a Transformers config.
-
-    Raises:
-        ValueError: the learner does not split its type, or could not compute the same function in both passes.
+    """Return the family of a config; ValueError if the learner cannot split the model, or compute it alike in both
+    passes.
     """
     family = FAMILY_OF.get(config.model_type)
     if family is None:
@@ -101,10 +98,10 @@ SERVED_ALIKE: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("is_causal", " ".join(FAMILIES), (True,)),
     ("compression_config dual_chunk_attention_config text_config", " ".join(FAMILIES), ({},)),
 )
-"""Keys of config.json that not both of vLLM 0.32 and Transformers 5.19 read so, for which families, and values with
-which they agree."""
+"""Keys of config.json that vLLM 0.32 or Transformers 5.19 alone reads, for which families, and values that change
+nothing."""
 _OF_ROTATIONS = ("partial_rotary_factor", "rope_dim", "mrope_section", "use_fope")
-"""The same within rope_parameters: vLLM alone reads them."""
+"""Keys of rope_parameters that vLLM alone reads."""
 _HARMLESS = (
     "auto_map cache_implementation hidden_act ignore_keys_at_rope_validation is_llama_config layer_types leeway_untied "
     "model_max_length model_type sliding_window tokenizer_class transformers.js_config unsloth_fixed unsloth_version"
@@ -113,7 +110,7 @@ _HARMLESS = (
 
 
 def check_served(config: PreTrainedConfig) -> None:
-    """Refuse a model that engines would serve as another one than the learner trains: ValueError names the key."""
+    """Refuse a model that engines would serve differently than the learner trains it: ValueError names the key."""
     family, name = config.model_type, type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     rows = [(key, alike) for keys, names, alike in SERVED_ALIKE if family in names.split() for key in keys.split()]
     rows += [("architectures", ([name],))]
@@ -131,7 +128,7 @@ def check_served(config: PreTrainedConfig) -> None:
 
 
 def _served_windows(config: PreTrainedConfig) -> list[int | None]:
-    """As `windows`, by vLLM: layers without one of their own have that of the model if no layer is of another type."""
+    """As `windows`, by vLLM: layers without one of their own have the model's if no layer is of another type."""
     window, kinds = getattr(config, "sliding_window", None) or None, getattr(config, "layer_types", None)
     default = window if set(kinds or ()) <= {"sliding_attention"} else None
     typed = family_of(config).serves_typed
@@ -152,48 +149,47 @@ def _rotations(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The attention type of each layer, as the rotary embedding names it."""
+    """Return the attention type of each layer, as the rotary embedding names it."""
     types = getattr(config, "layer_types", None)
     return list(types) if types else ["full_attention"] * config.num_hidden_layers
 
 
 def rotation_kinds(config: PreTrainedConfig) -> dict[str, dict[str, str]]:
-    """For each attention type of the model's layers, what its rotary embedding wants to be told besides positions."""
+    """Return, by attention type of the layers, the arguments of its rotary embedding besides positions."""
     typed = family_of(config).typed_rotations
     return {kind: {"layer_type": kind} if typed else {} for kind in sorted(set(layer_types(config)))}
 
 
 def windows(config: PreTrainedConfig) -> list[int | None]:
-    """Tokens that a token of each layer sees, itself included; None: all before it."""
+    """Return the tokens that a token of each layer sees, itself included; None: all before it."""
     window, where = getattr(config, "sliding_window", None) or None, family_of(config).windows
     has_window = {"none": (), "typed": ("sliding_attention",), "all": layer_types(config)}[where]
     return [window if kind in has_window else None for kind in layer_types(config)]
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """The cap of the head's logits; None: there is none."""
     cap = config.final_logit_softcapping if family_of(config).caps_logits else None
     return None if cap is None else float(cap)
 
 
 TRAINING_PASSES = 3
-"""Products of a layer in forward and backward together, in units of the forward pass: inputs and weights each once."""
+"""Forward and backward products of a layer, in units of the forward pass."""
 
 HEAD_PASSES = 4
-"""The head's, with gradients made a chunk at a time: logits, their product with the head, logits again where their
-probabilities were not kept (a GPU keeps most), gradient."""
+"""With gradients made a chunk at a time: logits, their product with the head, logits again, gradient. A GPU keeps
+most probabilities, and needs no logits again."""
 
 EMBEDDING_SHARE = 1 / 64
-"""Cost per token and weight of the embedding. Nothing is multiplied, but each micro-batch of some thousand tokens
-writes and adds a gradient of the whole table, and a step updates it: tens of operations' time per weight."""
+"""Cost per token and weight of the embedding: each micro-batch writes and adds a gradient of the whole table, and a
+step updates it, tens of operations' time per weight."""
 
 TYPICAL_LENGTH = 512
-"""Tokens of a sequence, for the share that attention has in a layer's cost."""
+"""Tokens of a sequence, for the share of attention in a layer's cost."""
 
 
 @dataclass(frozen=True)
 class StageShare:
-    """Which layers a chunk owns. Ranks count chunks: those of a rank p of P are the chunks p, p + P, p + 2P..."""
+    """The layers of a chunk. Rank p of P has the chunks p, p + P, p + 2P..."""
 
     chunk: int
     num_chunks: int
@@ -210,11 +206,10 @@ class StageShare:
 
 
 def cost_of(config: PreTrainedConfig) -> tuple[float, float]:
-    """What training costs, in floating-point operations per token and per squared token of a sequence.
+    """Return the floating-point operations a of a token and b of a squared token: a sequence costs a * n + b * n^2.
 
-    A sequence of n tokens costs a * n + b * n^2. A layer with a sliding window costs as much as one without where
-    sequences are no longer than the window, and less beyond; it is counted linearly at `TYPICAL_LENGTH` if the
-    window is shorter than that.
+    A layer with a sliding window costs as much as one without up to the window's length, and less beyond; it is counted
+    linearly at `TYPICAL_LENGTH` if the window is shorter than that.
     """
     per_token = TRAINING_PASSES * config.num_hidden_layers * _products(config) + _head(config) + _embedding(config)
     squared = 0.0
@@ -235,13 +230,13 @@ def split_layers(
     frozen: bool = False,
     recomputed: bool = False,
 ) -> list[tuple[int, int]]:
-    """(first, end) of each chunk's layers: as `layers_per_chunk` says, or balanced by cost.
+    """Return (first, end) of each chunk's layers: as `layers_per_chunk` says, or balanced by cost.
 
-    `frozen`: this model scores beside the one that `layers_per_chunk` is of, which says nothing if it has more layers
-    or fewer. `recomputed`: every layer is computed again in the backward pass.
+    `frozen`: a model beside the one of `layers_per_chunk`, which holds for it only if it has as many layers.
+        `recomputed`:
+    every layer is computed again in the backward pass.
 
-    Raises:
-        ValueError: the family is unknown, there are more chunks than layers, or `layers_per_chunk` does not fit.
+    ValueError if the family is unknown, there are more chunks than layers, or `layers_per_chunk` does not fit.
     """
     if layers_per_chunk is not None and (not frozen or sum(layers_per_chunk) == config.num_hidden_layers):
         return _as_told(layers_per_chunk, num_chunks, config.num_hidden_layers)
@@ -250,7 +245,7 @@ def split_layers(
 
 
 def cost_shares(config: PreTrainedConfig, split: Sequence[tuple[int, int]], *, recomputed: bool = False) -> list[float]:
-    """Which share of a policy's whole cost each chunk of `split_layers` has; they add up to 1."""
+    """Return each chunk's share of a policy's whole cost."""
     layer_costs = _layer_costs(config, recomputed=recomputed)
     costs = [sum(layer_costs[first:end]) for first, end in split]
     costs[0] += _embedding(config)
@@ -259,7 +254,7 @@ def cost_shares(config: PreTrainedConfig, split: Sequence[tuple[int, int]], *, r
 
 
 def critic_share(config: PreTrainedConfig) -> float:
-    """What training a critic model, which has no LM head, costs over what its policy does, at most 1."""
+    """Return the cost of training a critic model, which has no LM head, over that of its policy."""
     layers = sum(_layer_costs(config, recomputed=False)) + _embedding(config)
     return layers / (layers + _head(config))
 
@@ -275,13 +270,11 @@ def _layer_costs(config: PreTrainedConfig, *, recomputed: bool) -> list[float]:
 def balance(
     layer_costs: Sequence[float], first_cost: float, last_cost: float, num_chunks: int
 ) -> list[tuple[int, int]]:
-    """Split layers into contiguous chunks so that the most expensive chunk is as cheap as possible.
+    """Split layers into contiguous chunks so that the most expensive chunk is as cheap as possible: (first, end) of
+    each.
 
-    The first chunk carries the embedding besides, the last the head; each has at least one layer.
-    (first, end) of each chunk's layers is returned.
-
-    Raises:
-        ValueError: there are more chunks than layers.
+    The first chunk has the embedding too, the last the head; each has at least one layer. ValueError if there are more
+    chunks than layers.
     """
     num_layers = len(layer_costs)
     if num_chunks > num_layers:
@@ -318,7 +311,7 @@ def _as_told(layers_per_chunk: Sequence[int], num_chunks: int, num_layers: int) 
 
 
 class Widths(NamedTuple):
-    """How many numbers a layer has of a token."""
+    """How many numbers a layer has per token."""
 
     states: int
     queries: int
@@ -337,12 +330,12 @@ def widths(config: PreTrainedConfig) -> Widths:
 
 
 def _products(config: PreTrainedConfig) -> float:
-    """Operations of a layer's matrix products per token, forward."""
+    """Return a layer's matrix products per token, forward, in operations."""
     return 2.0 * widths(config).num_weights
 
 
 def _attention(config: PreTrainedConfig) -> float:
-    """Operations of a layer's attention per token and token that it sees, forward: scores, and values summed."""
+    """Return a layer's attention per token and token that it sees, forward: scores, and values summed."""
     return 4.0 * config.num_attention_heads * _head_size(config)
 
 

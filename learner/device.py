@@ -1,13 +1,12 @@
-"""The device of a rank: which it is, how much of its memory a stage may take, what training takes, and what leaves it.
+"""The device of a rank, its share of the memory, what training takes of it, and what leaves it.
 
 device_of, settle  which it is, and this process's share of it
-memory_need        how much training takes of it
-host_room          room in host memory for copies of what is on it
+memory_need        how much training takes
+host_room          host memory for copies
 Offload            the weights of a frozen stage, which are away while a step trains
 
 The figures of a need are counted, not measured: the bytes that a layer keeps for its backward pass by tracing one
-without data, all others from the shapes of the model. They are of the longest samples, in as many micro-batches as
-these fill.
+without data, all others from the shapes of the model, for the longest samples.
 """
 
 from __future__ import annotations
@@ -43,23 +42,21 @@ KEPT_BYTES: Mapping[tuple[str, str], tuple[int, int, int, int]] = {
     ("bfloat16", "bfloat16"): (16, 6, 4, 8),
     ("float64", "float32"): (48, 24, 16, 32),
 }
-"""What a layer keeps of each token for its backward pass, by precision and residual, per unit of four widths: of the
-states, of all query heads, of all key heads, and of the feed-forward block. Counted of Llama and Qwen2 layers."""
+"""Bytes that a layer keeps per token for its backward pass, by precision and residual, per unit of four widths:
+states, query heads, key heads, feed-forward block. Counted of Llama and Qwen2 layers."""
 RUNTIME_BYTES = GIB
-"""A CUDA context, workspaces of libraries, NCCL's buffers and what the allocator rounds up; an estimate."""
+"""A CUDA context, workspaces of libraries, NCCL's buffers and the allocator's rounding; an estimate."""
 LOGIT_COPIES = 3
-"""Of a chunk of logits, that exist at once: themselves, their exponentials, and a product on the way."""
+"""Of a chunk of logits: themselves, their exponentials, and a product on the way."""
 HEAD_STATES = 3
-"""Beside them, of the states that the head reads: normed, in the dtype of products, and their gradient."""
+"""Copies of the states that the head reads: normed, in the dtype of products, and their gradient."""
 _ALIGNED_BYTES = 64
-"""Copies in host memory begin at multiples of this, as torch's own tensors do."""
+"""Alignment of copies in host memory, as of torch's own tensors."""
 
 
 def device_of(config: LearnerConfig, rank: int) -> torch.device:
-    """Where a rank computes; `config` is as it is for the rank's pool.
-
-    Raises:
-        ValueError: it was to be a GPU, and torch sees none, or one that cannot compute in `learner.precision`.
+    """Return where a rank computes; ValueError without the GPU asked for, or if it cannot compute in
+    `learner.precision`.
     """
     wanted = config.device
     if wanted == "cpu" or (wanted == "auto" and not config.gpus and not torch.cuda.is_available()):
@@ -83,10 +80,10 @@ def device_of(config: LearnerConfig, rank: int) -> torch.device:
 
 
 def settle(config: LearnerConfig, device: torch.device) -> None:
-    """Let this process use its device as the config says.
+    """Set up this process for its device.
 
-    It keeps to its share of a GPU: an engine beside it that is started again has to find its own. On a CPU it keeps its
-    threads, and memory that it freed: every micro-batch needs as much again, and page faults took an eighth of a step.
+    On a GPU it keeps to its share: an engine that is started again beside it has to find its own. On a CPU it keeps its
+    threads, and memory that it freed: page faults took an eighth of a step.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads_of(config.cpus))
@@ -97,7 +94,7 @@ def settle(config: LearnerConfig, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What training takes of a stage's device, at most."""
+    """Most that training takes of a stage's device."""
 
     stage: int
     parts: Mapping[str, int]
@@ -120,15 +117,15 @@ def memory_need(
     references: Sequence[PreTrainedConfig] = (),
     num_models: int = 1,
 ) -> MemoryNeed:
-    """Of the stage that takes most.
+    """Return the need of the stage that takes most.
 
     Args:
         model: of the checkpoint.
         config: the `[learner]` section.
-        update_tokens: tokens of the samples of one update, at most, over all replicas.
-        scored_tokens: the same of a pass over the whole draw, before its updates; 0 where the loss reads none.
+        update_tokens: most tokens of the samples of one update, over all replicas.
+        scored_tokens: the same of a pass over the whole draw, before its updates; 0 if the loss reads none.
         references: the frozen models that score the samples.
-        num_models: 2 where a critic is a model of its own.
+        num_models: 2 if a critic is a model of its own.
     """
     needs = [
         _need_of(stage, model, config, (update_tokens, scored_tokens), references, num_models)
@@ -198,7 +195,6 @@ def _need_of(
 def _shares(
     stage: int, model: PreTrainedConfig, config: LearnerConfig, *, has_lm_head: bool = True, frozen: bool = False
 ) -> list[StageShare]:
-    """The chunks of a stage, as `model.load_stage` makes them."""
     num_chunks = config.num_stages * config.num_chunks
     split = split_layers(
         model,
@@ -221,19 +217,19 @@ def _num_weights(shares: Sequence[StageShare], model: PreTrainedConfig, *, has_l
 
 
 def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
-    """Bytes that one layer keeps of a token for its backward pass."""
+    """Return the bytes that one layer keeps per token for its backward pass."""
     found = widths(model)
     of_states, of_queries, of_keys, of_block = KEPT_BYTES[config.precision, config.residual]
     return of_states * found.states + of_queries * found.queries + of_keys * found.keys + of_block * found.block
 
 
 def most_kept_mib(config: LearnerConfig, device: str) -> float:
-    """Of probabilities that the head keeps of a micro-batch, so that those in flight keep `KEPT_MIB` together."""
+    """Return the probabilities that the head may keep of a micro-batch, so that those in flight keep `KEPT_MIB`."""
     return KEPT_MIB[device] / heads_in_flight(config)
 
 
 def heads_in_flight(config: LearnerConfig) -> float:
-    """Micro-batches that have come to the head and wait for their backward pass, at most; inf: all of a batch."""
+    """Return the most micro-batches between the head and their backward pass; inf: all of a batch."""
     if config.schedule == "gpipe":
         return inf
     at_once = {"zero_bubble": config.num_stages, "fused": default_most_held(config.num_stages)}
@@ -241,7 +237,7 @@ def heads_in_flight(config: LearnerConfig) -> float:
 
 
 def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches: int) -> float:
-    """Whose activations a stage holds at once, at most, each of all its layers."""
+    """Return the most micro-batches whose activations a stage holds at once."""
     num_stages = config.num_stages
     at_most = {
         "gpipe": float(num_micro_batches),
@@ -258,10 +254,10 @@ def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches
 
 
 def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
-    """Room in host memory for copies of some tensors, by their names; what is in it is undefined.
+    """Allocate host memory for copies of some tensors, by their names.
 
-    `pinned`: for copies from and to a GPU, which wait for each other otherwise. All of it is then one piece, of just
-    the bytes that it takes: torch's pinned memory has powers of two alone, of each tensor up to twice its size.
+    `pinned`: for copies from and to a GPU, which wait for each other otherwise. All of it is then one piece of just the
+    bytes needed: torch's own pinned memory takes powers of two, up to twice the size of each tensor.
     """
     if not pinned:
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -284,20 +280,19 @@ def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tenso
 
 
 class Offload:
-    """Where the weights of a frozen stage are while a step trains; takes them away, and brings the same ones back.
+    """Takes the weights of a frozen stage away while a step trains, and brings them back.
 
-        cpu    in the memory of the host; on a stage that computes there they stay where they are
-        disk   in a file of the run, read when the stage is to score
+        cpu    in host memory; on a stage that computes there they stay
+        disk   in a file of the run
 
-    They come and go as a whole: a scoring runs many micro-batches through every layer, and fetching each layer for each
-    of them, as hooks of layers would, moves the model that many times. What is tied has to be tied again.
+    They move as a whole: a scoring runs many micro-batches through every layer, and hooks that fetch single layers
+    would move the model that many times. What is tied has to be tied again.
     """
 
     def __init__(self, stage: nn.Module, device: torch.device, where: Literal["cpu", "disk"], file: Path) -> None:
-        """Note the weights, or write them to the file anew; they stay where they are until `release`."""
+        """Note the weights, or write them to the file; they stay on the device until `release`."""
         assert not any(parameter.requires_grad for parameter in stage.parameters()), "a stage that learns cannot leave"
         self.device = device
-        """Where the stage computes."""
         self._stage = stage
         self._file = file if where == "disk" else None
         weights = {name: parameter.detach() for name, parameter in stage.named_parameters()}
@@ -314,7 +309,7 @@ class Offload:
                 self._kept[name].copy_(weight)
 
     def fetch(self) -> None:
-        """Bring the weights to the device; nothing where they are there already."""
+        """Bring the weights to the device, unless they are there."""
         if not next(self._stage.parameters()).is_meta:
             return
         if self._file is None:

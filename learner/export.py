@@ -26,7 +26,7 @@ from learner.mesh import first_line
 from learner.model import is_value_head
 
 SHARD_BYTES = 4 * 2**30
-"""So much is in memory at a time; a file of the folder holds no more, unless a single tensor is larger."""
+"""Size of a file of weights, and memory taken at a time, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class ExportedModel:
 def export_checkpoint(
     checkpoint: Path, model_path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> ExportedModel:
-    """Write the policy in a checkpoint as a folder that `from_pretrained` reads; it appears whole or not at all.
+    """Write the policy in a checkpoint as a folder for `from_pretrained`; it appears whole or not at all.
 
     Args:
         checkpoint: `step-N` of a run.
         model_path: the model that training started from: its config and tokenizer are copied.
-        out: is not there yet.
+        out: does not exist yet.
         shard_bytes: size of a file of weights.
 
     Raises:
@@ -78,7 +78,7 @@ def export_checkpoint(
 
 
 def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str, Tensor]) -> int:
-    """Write a share of the weights, as the file that `complete_folder` looks for; returns their size in bytes."""
+    """Write a share of the weights, as the file that `complete_folder` looks for; return their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / shard_name(number, num_shards), metadata={"format": "pt"})
@@ -86,7 +86,7 @@ def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str
 
 
 def _policy(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """The policy's own weights, by name: neither optimizer nor critic. A tied head is not among them."""
+    """Return the policy's own weights by name: neither optimizer nor critic, nor a tied head."""
     with _reading(checkpoint):
         found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {
@@ -124,7 +124,7 @@ def _read(checkpoint: Path, entries: Mapping[str, TensorStorageMetadata]) -> dic
 
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
-    """The files were whole a moment ago: one that cannot be read was removed meanwhile, or its disk fails."""
+    """Raise DamagedCheckpoint if a file, whole a moment ago, cannot be read: it was removed, or its disk fails."""
     try:
         yield
     except (OSError, CheckpointException) as error:

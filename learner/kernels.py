@@ -1,27 +1,22 @@
-"""Fused kernels in the place of what is computed element by element: a library's, where it is installed, and our own.
+"""Fused kernels for what torch computes element by element: a library's, if installed, and our own.
 
 Without them a norm, a rotation, a gate and a softmax are ten and more passes over memory each. Kernels (Triton) do each
-in one or two, forward and backward, and keep less for the backward pass. What is replaced, by which rule:
+in one or two, forward and backward, and keep less for the backward pass.
 
     layer       its two norms and the sum between them, of layers that norm before each block and add after it (all
                 families but Gemma's), by `learner.row_kernels`
-    norm        every other RMS norm, by liger-kernel, with the offset and the rounding of its family; the gradient that
-                comes in is left as it is, for where the output of a norm is added to states (Gemma), theirs is the same
-                tensor
-    gate        act(gate) * up of an MLP, for SiLU and the tanh form of GELU; its gradient is written over its inputs,
-                which nothing else reads
-    rotation    of queries and keys, for the attention of a model's file as a whole, since layers look it up there;
-                the kernel takes it where it is of 16 bits and on CUDA, and torch all other
-    softmax     of a chunk of the head's logits, by `learner.row_kernels`: what liger-kernel makes of them is as wide as
-                they are, and it waits for the device in every call
+    norm        every other RMS norm, by liger-kernel, with the offset and the rounding of its family; the incoming
+                gradient is left as it is: where a norm's output is added to states (Gemma), theirs is the same tensor
+    gate        act(gate) * up of an MLP, for SiLU and the tanh form of GELU; its gradient overwrites its inputs
+    rotation    of queries and keys, in the module of the model's attention, where layers look it up; the kernel takes
+                16 bits on CUDA, and torch all other
+    softmax     of a chunk of the head's logits, by `learner.row_kernels`: liger-kernel's output is as wide as the
+                logits, and it waits for the device in every call
 
-The head itself stays two products of torch around that softmax. The library has the whole in one, and neither will do:
-`fused_linear_cross_entropy` rounds logits to 16 bits, knows no temperature, and reads the head once for every tokens *
-width / words tokens, where ours makes one product less of the tokens whose probabilities it keeps.
-`fused_linear_scaled_cross_entropy` has a temperature and a loss per token, but rounds logits to float16 and sums the
-head's gradient in bfloat16; it is for compute capability 9.0 alone (elsewhere its logits are of 16 bits), has no soft
-cap, and makes both gradients in one node, so twice where a schedule asks for them apart. Theirs are four products
-always.
+The head stays two products of torch around that softmax. The library's `fused_linear_cross_entropy` rounds logits to 16
+bits, knows no temperature, and reads the head once for every tokens * width / words tokens. Its
+`fused_linear_scaled_cross_entropy` rounds logits to float16, sums the head's gradient in bfloat16, has no soft cap, and
+makes both gradients in one node. Both take four products, and ours three of the tokens whose probabilities it keeps.
 """
 
 from __future__ import annotations
@@ -45,20 +40,19 @@ logger = logging.getLogger(__name__)
 LIBRARY = "liger_kernel"
 DEVICE = "cuda"
 ROTATED = (torch.bfloat16, torch.float16)
-"""Of which queries and keys its rotation is taken."""
 
 _FUNCTIONS = f"{LIBRARY}.transformers.functional"
 _OURS = "learner.row_kernels"
-"""Imported where it is used, for Triton is not everywhere."""
+"""Imported on use, for Triton is not everywhere."""
 _PRE_NORMED = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-"""What a layer consists of that norms before attention and before its MLP, and nowhere else."""
+"""Parts of a layer that norms before attention and before its MLP, and nowhere else."""
 _ROTATION = "apply_rotary_pos_emb"
 _GATES = {"silu": "liger_swiglu", "gelu_pytorch_tanh": "liger_geglu"}
 """By the activation that a model's config names."""
 
 
 def fuse(decoder: nn.Module, device: torch.device) -> bool:
-    """Replace what the kernels compute in these layers, for good; False and nothing where they are not at hand."""
+    """Replace what the kernels compute in these layers, for good; return False if no kernels are usable."""
     usable = _usable(device) if device.type == DEVICE else None
     if usable is None:
         return False
@@ -82,7 +76,7 @@ def fuse(decoder: nn.Module, device: torch.device) -> bool:
 
 
 def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
-    """`row_kernels.softmax`; only after `fuse` has said True."""
+    """`row_kernels.softmax`; only after `fuse` has returned True."""
     found: Tensor = importlib.import_module(_OURS).softmax(logits, tokens, out)
     return found
 
@@ -115,7 +109,7 @@ def _pre_normed(
 
 
 def _norm(library: ModuleType, module: nn.Module, *, is_gemma: bool) -> Callable[[Tensor], Tensor]:
-    """Of Llama's kind, which rounds before the weight; or of Gemma's, which rounds at the end and adds one to it."""
+    """Of Llama's kind, which rounds before the weight; or of Gemma's, which adds one to it and rounds at the end."""
     norm: Any = module
     eps = norm.eps if is_gemma else norm.variance_epsilon
     rule = {"offset": 1.0, "casting_mode": "gemma"} if is_gemma else {"offset": 0.0, "casting_mode": "llama"}
@@ -149,7 +143,7 @@ def _rotated(
     sines: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Of [1, H, T, D] queries and keys by [1, T, D]; the kernel writes over its inputs, which nothing else reads."""
+    """Rotate [1, H, T, D] queries and keys by [1, T, D]; the kernel overwrites its inputs, which nothing else reads."""
     takes = query.device.type == DEVICE and query.dtype == key.dtype and query.dtype in ROTATED
     if not takes or unsqueeze_dim != 1:
         return plain(query, key, cosines, sines, unsqueeze_dim)
@@ -161,7 +155,7 @@ def _rotated(
 
 
 def _usable(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
-    """The library's functions and ours; None where it is not installed, and where one fails, which a warning tells."""
+    """Return the library's functions and ours; None if it is not installed, or, with a warning, if one fails."""
     if importlib.util.find_spec(LIBRARY) is None:
         return None
     try:
@@ -181,7 +175,7 @@ def _usable(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
 
 
 def _first_wrong(library: ModuleType, ours: ModuleType, device: torch.device) -> str | None:
-    """Whose numbers or gradients on a small example are not torch's; None if all are."""
+    """Return the kernel whose numbers or gradients on a small example are not torch's; None if all are."""
     for trial in (*_trials(library, device), *_trials_of_ours(ours, device)):
         found, wanted = (_with_gradients(function, trial.inputs) for function in (trial.fused, trial.plain))
         close = [(one - other).norm() <= trial.within * other.norm() for one, other in zip(found, wanted, strict=True)]
@@ -206,7 +200,7 @@ class _Trial(NamedTuple):
 
 
 def _trials_of_ours(ours: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- a module
-    """In each dtype that training asks for: what is compiled there for the first time cannot be replaced any more."""
+    """In each dtype of training: what is compiled for the first time then cannot be replaced any more."""
     rows = torch.linspace(-3, 3, 64, device=device).view(4, 16)
     inputs = rows, rows.flip(0), rows[3]
 

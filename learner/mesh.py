@@ -1,14 +1,13 @@
-"""The ranks of the learner: where each stands, how they meet, and how they agree.
+"""The ranks of the learner: their places, their rendezvous, and how they agree.
 
 With P stages and R replicas there are R * P ranks, one process each: rank = replica * P + stage. The last stage of
 replica 0 is the coordinator: it evaluates the loss and talks to the buffer.
 
-    MeshPlace, Mesh   where a rank stands among stages and replicas, and its process groups
-    join_group        the rendezvous. torch's channels ask nobody for a key. Left to itself its store listens on every
-                      interface, gloo on the one that the host's name resolves to, and NCCL on one of its own choice.
-                      Here all stay on the interface of the rendezvous: loopback on one machine, and between machines
-                      that of their private network
-    Agreement         what several ranks do as one is done on all of them, or has failed on all for the same reason
+    MeshPlace, Mesh   a rank's place among stages and replicas, and its process groups
+    join_group        the rendezvous. torch's channels have no authentication, and by default listen on every interface
+                      (store), the host name's (gloo) or any (NCCL). Here all stay on the interface of the rendezvous:
+                      loopback on one machine, and between machines that of their private network
+    Agreement         what several ranks do as one is done on all of them, or failed on all for the same reason
     StageLost         a rank died or fell silent; GpuFailed: its GPU did
 """
 
@@ -38,7 +37,6 @@ class MeshPlace:
     """R, pipelines that train the same weights on shares of each batch."""
 
     def __post_init__(self) -> None:
-        """Refuse a rank that is not of the mesh, with a ValueError."""
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(
                 f"rank {self.rank} is not one of 0..{self.num_ranks - 1} ({self.num_replicas} x {self.num_stages})"
@@ -58,7 +56,6 @@ class MeshPlace:
 
     @property
     def coordinator(self) -> int:
-        """The rank that evaluates the loss, decides on updates and talks to the buffer."""
         return self.num_stages - 1
 
     @property
@@ -67,7 +64,6 @@ class MeshPlace:
 
     @property
     def is_last(self) -> bool:
-        """Has this rank the heads of its pipeline?"""
         return self.stage == self.num_stages - 1
 
     @property
@@ -82,7 +78,7 @@ class MeshPlace:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A place with the process groups that it takes part in."""
+    """A place with its process groups."""
 
     place: MeshPlace
     pipeline: dist.ProcessGroup
@@ -90,14 +86,11 @@ class Mesh:
     replicas: dist.ProcessGroup
     """This stage in all replicas, in order."""
     ends: dist.ProcessGroup | None
-    """First and last stage of this replica; None on the stages between, and where one stage is both."""
+    """First and last stage of this replica; None on the stages between, and if one stage is both."""
 
     @classmethod
     def build(cls, place: MeshPlace, timeout: timedelta | None = None) -> Mesh:
-        """Make the groups, within the default group of all ranks; all ranks call it together.
-
-        Their collectives do not have the timeout of the default group by themselves.
-        """
+        """Make the groups, all ranks together. Collectives do not inherit the timeout of the default group."""
         num_stages, num_replicas = place.num_stages, place.num_replicas
 
         def group(replicas: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup:
@@ -114,22 +107,22 @@ class Mesh:
 
 
 _SIGNS_OF_DEATH = ("pair closure", "Connection closed by peer", "Connection reset by peer")
-"""In what the communication library says when another rank is gone."""
+"""In messages of the communication library when another rank is gone."""
 _SIGNS_OF_LOSS = (*_SIGNS_OF_DEATH, "gloo", "NCCL")
-"""The same, or that it is silent."""
+"""The same, or silent."""
 _SIGNS_OF_FAULT = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
     "memory over nvlink or a hardware error",
     "unspecified launch failure",
 )
-"""In what CUDA says when a GPU or a link of it failed, also where NCCL passes it on. The last one may be a bug as well:
-it is all that CUDA has for faults without a name of their own."""
+"""In messages of CUDA when a GPU or a link failed, also through NCCL. The last may be a bug: it is all that CUDA
+says of faults without a name."""
 _WOULD_COME_AGAIN = (
     *("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument"),
     *("illegal memory access", "device-side assert"),
 )
-"""In what NCCL says of ranks that it cannot serve as they are placed, and CUDA of a bug, also if NCCL passes it on."""
+"""In messages of NCCL about ranks that it cannot serve as placed, and of CUDA about a bug."""
 
 
 def join_group(
@@ -143,8 +136,8 @@ def join_group(
 ) -> None:
     """Join the process group at tcp://HOST:PORT, an address of the machine of rank 0; all ranks do so at the same time.
 
-    Tensors on `device` are exchanged by NCCL, all others by gloo. The timeout is that of every collective; until all
-    have come it may take longer, for one process starts later than another.
+    Tensors on `device` are exchanged by NCCL, all others by gloo. `timeout` bounds every collective, `meets_within` the
+    rendezvous: one process starts later than another.
 
     Raises:
         dist.DistStoreError: not all came in time.
@@ -170,20 +163,19 @@ def join_group(
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
-        # said here, NCCL need not guess it from the thread that asks for the first collective; what that means for
-        # sends between stages is in docs/learner.md
+        # else NCCL guesses it from the thread of the first collective; for sends between stages see docs/learner.md
         device_id=device if on_gpu else None,
     )
 
 
 def _listen(host: str, port: int) -> int:
-    """A socket that listens on this address alone; torch's own would listen on all. The store closes it."""
+    """Return a socket that listens on this address alone; torch's own would listen on all. The store closes it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024).detach()
 
 
 def _interface_to(host: str, port: int) -> str | None:
-    """The interface over which this machine reaches the host; None where none has the address that it would use."""
+    """Return the interface over which this machine reaches the host; None if none has its own address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # nothing is sent
@@ -197,7 +189,7 @@ def _interface_to(host: str, port: int) -> str | None:
 R = TypeVar("R")
 
 _SAID_BYTES = 2048
-"""A rank's sentence to the others is cut to this length."""
+"""Length to which a rank's message to the others is cut."""
 
 
 class Disagreement(RuntimeError):
@@ -205,7 +197,7 @@ class Disagreement(RuntimeError):
 
 
 class Agreement:
-    """Speaks over a gloo group of its own, so that another thread than that of training may use it."""
+    """Has a gloo group of its own, so that another thread than that of training may use it."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         """Make the group, all ranks together; one that is silent for longer is lost."""
@@ -213,7 +205,7 @@ class Agreement:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def say(self, text: str) -> list[str]:
-        """What each rank has to say, in order, once all have; RuntimeError if one died or was silent for too long."""
+        """Return every rank's text, in order, once all have come; RuntimeError if one died or was silent too long."""
         said = text.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
         row = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         rows = [torch.zeros_like(row) for _ in range(dist.get_world_size(self.group))]
@@ -223,14 +215,12 @@ class Agreement:
     def together(self, action: Callable[[], R], what: str) -> R:
         """Do something that may raise OSError or ValueError, or a collective of DCP, on every rank.
 
-        Raises:
-            Disagreement: it failed on a rank: "rank 1 could not WHAT". All ranks raise it.
+        Disagreement, on all ranks, if it failed on one: "rank 1 could not WHAT".
         """
         problem, results = "", []
         try:
             results.append(action())
         except CheckpointException as error:
-            # every rank hears of the ranks that failed
             rank, (cause, _) = min(error.failures.items())
             problem = f"rank {rank} could not {what}: {first_line(cause)}"
         except (OSError, ValueError) as error:
@@ -245,7 +235,7 @@ class Agreement:
 
 
 def first_line(error: BaseException) -> str:
-    """What kind of error, and the first line of what it says."""
+    """Return the kind of error, and the first line of its text."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -259,7 +249,7 @@ class GpuFailed(StageLost):
 
 
 def tells_of_loss(error: Exception) -> bool:
-    """Does an error say that another rank is gone or silent, so that a new start may help?"""
+    """Return whether an error says that another rank is gone or silent, so that a new start may help."""
     text = str(error)
     if any(sign in text for sign in _WOULD_COME_AGAIN):
         return False
@@ -270,11 +260,11 @@ def tells_of_loss(error: Exception) -> bool:
 
 
 def tells_of_death(error: BaseException) -> bool:
-    """Does an error say that another rank is gone, rather than silent?"""
+    """Return whether an error says that another rank is gone, rather than silent."""
     return any(sign in str(error) for sign in _SIGNS_OF_DEATH)
 
 
 def tells_of_fault(error: Exception) -> bool:
-    """Does an error say that the GPU of this rank failed, so that a new start may help?"""
+    """Return whether an error says that the GPU of this rank failed, so that a new start may help."""
     text = str(error)
     return any(sign in text for sign in _SIGNS_OF_FAULT) and not any(sign in text for sign in _WOULD_COME_AGAIN)

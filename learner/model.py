@@ -1,11 +1,11 @@
 """StageModule: a contiguous share of a Hugging Face decoder's layers.
 
-The first stage owns the embedding, the last the final norm and the head; parameters keep the names of the
-Hugging Face checkpoint, so loading, publishing and export need no translation. The last stage returns
-log-probabilities, not logits: the schedule keeps every micro-batch's output, and V times less is kept.
+The first stage owns the embedding, the last the final norm and the head; parameters keep the names of the Hugging Face
+checkpoint. The last stage returns log-probabilities, not logits: the schedule keeps every micro-batch's output, and V
+times less is kept.
 
-A critic is a value head, one linear map from the normed hidden state to a number: on the policy beside its LM head,
-or on a model of its own in place of it. It starts at zero, and is neither published nor exported.
+A critic is a value head, one linear map from the normed hidden state to a number: on the policy beside its LM head, or
+on a model of its own in place of it. It starts at zero, and is neither published nor exported.
 """
 
 from __future__ import annotations
@@ -42,23 +42,22 @@ EMBEDDING = "model.embed_tokens.weight"
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints hold these tables, which models compute."""
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
-"""Codes of dtypes that are weights as they are; of others a number alone would say something else."""
+"""Codes of dtypes that are weights as they are."""
 
 VALUE_HEAD = "value_head"
 
 Heads = Literal["token", "token_and_value", "value"]
-"""What the last stage ends in: the LM head, both, or the value head alone."""
+"""Of the last stage: the LM head, both, or the value head alone."""
 
 
 class DeviceBatch:
-    """A packed batch of one replica on the device of a stage, with what its layers need per micro-batch.
+    """A packed batch of one replica on the device of a stage.
 
-    All of it is copied here, once, but for grids where flash attention does not serve: a copy in the midst of a pass
-    would wait until the device has done all before it.
+    All of it is copied here, once, but for grids without flash attention: a copy in the midst of a pass would wait
+    until the device has done all before it.
     """
 
     def __init__(self, packed: PackedBatch, device: torch.device) -> None:
-        """Move a packed batch to a device."""
         self.packed = packed
         self.tokens_ML = torch.from_numpy(packed.tokens_ML).to(device)
         self.positions_ML = torch.from_numpy(packed.positions_ML).to(device)
@@ -79,13 +78,14 @@ class DeviceBatch:
 
 
 class StageModule(nn.Module):
-    """One stage, or one chunk of one: [1, L] tokens or [1, L, hidden] states in; states out, or what the heads say.
+    """One stage, or one chunk of one: [1, L] tokens or [1, L, hidden] states in; states out, or the output of the
+    heads.
 
-    What the heads say is [1, L]: the log-probability of the token, or ("value") the value of the state before it; both
-    are 0 where it is not a completion token. With "token_and_value" it is [1, 2, L].
+    The latter is [1, L]: the log-probability of the token, or ("value") the value of the state before it; both are 0 if
+    it is not a completion token. With "token_and_value" it is [1, 2, L].
 
-    All shapes are those of the token budget L, but only the tokens before a micro-batch's padding are computed;
-    states of padding are 0 on the way out and have gradient 0 on the way back.
+    All shapes are those of the token budget L, but only the tokens before a micro-batch's padding are computed; states
+    of padding are 0 on the way out and have gradient 0 on the way back.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StageModule(nn.Module):
     ) -> None:
         """Take this stage's share out of a whole decoder (`ForCausalLM`) of a known family, usually on the meta device.
 
-        With `activation_checkpointing` each layer's input is kept, and the rest computed again in the backward pass.
+        With `activation_checkpointing` each layer keeps its input, and the rest is computed again in the backward pass.
         """
         super().__init__()
         body: Any = whole.model
@@ -110,7 +110,7 @@ class StageModule(nn.Module):
         """Are embedding and LM head one tensor?"""
         self.activation_checkpointing = activation_checkpointing
         self.masters: dict[str, nn.Parameter] = {}
-        """What is trained, where it is not the parameter of that name but one that this is rounded from."""
+        """What is trained, if the parameter of that name is but a rounding of it."""
         self._residual: torch.dtype | None = None
         whole.config._attn_implementation = IMPLEMENTATION
         self._layer_types = layer_types(whole.config)
@@ -139,7 +139,7 @@ class StageModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the stage computes; its parameters are there too, unless they are off-loaded."""
+        """Where the stage computes, also if its parameters are off-loaded."""
         return next(self.parameters()).device if self._offload is None else self._offload.device
 
     @property
@@ -154,8 +154,7 @@ class StageModule(nn.Module):
     def compute_in_bfloat16(self, residual: torch.dtype = torch.float32, *, splits_backward: bool = False) -> None:
         """Round all weights but a value head's, keep what they are rounded from, and run products in bfloat16.
 
-        `residual`: of hidden states, bfloat16 or wider. `splits_backward`: gradients of inputs and of weights are asked
-        for apart.
+        `residual`: of hidden states. `splits_backward`: gradients of inputs and of weights are asked for apart.
         """
         self._residual = residual
         self.masters = round_parameters(self, but=is_value_head)
@@ -168,10 +167,7 @@ class StageModule(nn.Module):
 
     @property
     def batch(self) -> DeviceBatch | None:
-        """What `forward`'s index refers to: set before a schedule runs, None after it.
-
-        To set one brings the weights of an off-loaded stage back, which `release` takes away.
-        """
+        """The batch that `forward`'s index refers to; None between passes. Setting one fetches off-loaded weights."""
         return self._batch
 
     @batch.setter
@@ -182,7 +178,7 @@ class StageModule(nn.Module):
             self.tie()
 
     def release(self) -> None:
-        """Give the device's copy of an off-loaded stage's weights up, until a batch is set; else do nothing."""
+        """Drop the device's copy of an off-loaded stage's weights until a batch is set; else do nothing."""
         assert self._batch is None, "a pass is under way"
         if self._offload is not None:
             self._offload.release()
@@ -197,7 +193,7 @@ class StageModule(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many numbers the last stage says of a token."""
+        """Numbers per token of the last stage."""
         return 2 if self.heads == "token_and_value" else 1
 
     def output_shape(self, width: int) -> tuple[int, ...]:
@@ -244,9 +240,8 @@ class StageModule(nn.Module):
         return hidden
 
     def _output(self, hidden: Tensor, m: int, width: int) -> Tensor:
-        """What the heads say of completion tokens, 0 elsewhere: [1, T, hidden] -> `output_shape`.
-
-        All of it is float32 or wider.
+        """Return the heads' output for completion tokens, 0 elsewhere: [1, T, hidden] -> `output_shape`, float32 or
+        wider.
         """
         assert self._batch is not None
         where = self._batch.completions[m]
@@ -261,13 +256,13 @@ class StageModule(nn.Module):
         return empty.index_copy(1, where, torch.stack(found)).view(self.output_shape(width))
 
     def _values(self, selected: Tensor) -> Tensor:
-        """Values of the states: [n, hidden] -> [n]. In float32 or wider also under autocast: they are regressed."""
+        """Values of the states: [n, hidden] -> [n], in float32 or wider also under autocast: they are regressed."""
         with torch.autocast(selected.device.type, enabled=False):
             values: Tensor = self.value_head(selected.to(self.value_head.weight.dtype))
         return values.squeeze(1)
 
     def tie(self) -> None:
-        """Make embedding and head one parameter, where this stage has both and they are tied."""
+        """Make embedding and head one parameter, if this stage has both and they are tied."""
         if self.tied and self.share.is_first and self.share.is_last:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -276,10 +271,10 @@ class StageModule(nn.Module):
         return {name: self.masters.get(name, parameter) for name, parameter in self.named_parameters()}
 
     def published_tensors(self, *, rounded: bool = False) -> dict[str, Tensor]:
-        """This stage's weights by checkpoint name; `lm_head.weight` always has its own entry on the last stage.
+        """Return this stage's weights by checkpoint name; the last stage always has `lm_head.weight`.
 
-        A tied head must be sent as well: an engine that serves an untied copy would keep the old one. A value head
-        is not: no engine knows it. `rounded`: as they are computed with, where bfloat16 is all that is asked for.
+        A tied head is sent too: an engine that serves an untied copy would keep the old one. A value head is not.
+        `rounded`: as they are computed with.
         """
         weights = dict(self.named_parameters()) if rounded else self.weights()
         tensors = {name: weight.detach() for name, weight in weights.items() if not is_value_head(name)}
@@ -288,16 +283,16 @@ class StageModule(nn.Module):
         return tensors
 
     def exported_tensors(self) -> dict[str, Tensor]:
-        """This stage's weights for a Hugging Face folder: a tied head is left out, as its config says."""
+        """Return this stage's weights for a Hugging Face folder, without a tied head."""
         return {name: tensor for name, tensor in self.published_tensors().items() if self.stored_name(name) == name}
 
     def stored_name(self, name: str) -> str:
-        """The name under which a parameter, or what goes with it, is stored: a tied head is stored as the embedding."""
+        """Return the name under which a parameter is stored: a tied head as the embedding."""
         return name.replace(HEAD, EMBEDDING) if self.tied else name
 
 
 def is_value_head(name: str) -> bool:
-    """Is this parameter of a stage one of its value head's, which no checkpoint of the model has?"""
+    """Return whether this parameter is a value head's, which no checkpoint of the model has."""
     return name.startswith(f"{VALUE_HEAD}.")
 
 
@@ -314,10 +309,9 @@ def load_stage(
     frozen: bool = False,
     activation_checkpointing: bool = False,
 ) -> StageModule:
-    """Build chunk `index` of the `total` of a pipeline, and read its own tensors, and no others, from a checkpoint.
+    """Build chunk `index` (from 0) of the `total` of a pipeline, and read its own tensors alone from a checkpoint.
 
-    Chunks are counted from 0. The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk` and
-    `frozen`: as `split_layers`.
+    The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk` and `frozen`: as `split_layers`.
 
     Raises:
         ValueError: the model is of an unknown family, cannot be split so, or its files are damaged or not its own.
@@ -350,19 +344,14 @@ def load_stage(
 
 
 def check_checkpoint(model_path: Path) -> None:
-    """Refuse what `load_stage` would refuse on any rank, from config.json and the headers of the files alone.
-
-    Raises:
-        ValueError: the model is of an unknown family, could not be trained, or its files are damaged or not its own.
-        FileNotFoundError: the folder has no safetensors checkpoint.
-    """
+    """Refuse what `load_stage` would refuse on any rank, from config.json and the headers of the files alone."""
     whole = _empty_model(model_path, torch.float32)
     # a tied head has the embedding's name here
     _files_of(model_path, {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()})
 
 
 def _empty_model(model_path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model on the meta device; the checkpoint has no other tensors than its own."""
+    """Return the whole model on the meta device; ModelFolderError if the checkpoint has other tensors than its own."""
     config = AutoConfig.from_pretrained(model_path, local_files_only=True)
     family_of(config)
     with torch.device("meta"):
@@ -372,7 +361,7 @@ def _empty_model(model_path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _compute_buffers(whole: PreTrainedModel) -> None:
-    """Fill in what modules compute when they are made, and could not on the meta device; no checkpoint holds it."""
+    """Fill in what modules compute when they are made, and could not on the meta device."""
     body: Any = whole.model
     body.rotary_emb = type(body.rotary_emb)(whole.config)
     embedding = body.embed_tokens
@@ -381,7 +370,6 @@ def _compute_buffers(whole: PreTrainedModel) -> None:
 
 
 def _check_names(folder: Path, known: Iterable[str]) -> None:
-    """Refuse a checkpoint with weights that its model has no place for: without them it would be another."""
     found = {name for name in file_of_each_tensor(folder) if not name.endswith(_COMPUTED_SUFFIX)}
     strange = sorted(found - set(known))
     if strange:
@@ -393,14 +381,7 @@ def _check_names(folder: Path, known: Iterable[str]) -> None:
 
 
 def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Read the named tensors one by one, as stored; files without any of them are not opened.
-
-    Keep a tensor no longer than needed: the next one is read after it.
-
-    Raises:
-        FileNotFoundError: the folder has no safetensors checkpoint.
-        ModelFolderError: a tensor is not in the checkpoint or has another shape, or a file is missing or damaged.
-    """
+    """Read the named tensors one by one, as stored. Keep a tensor no longer than needed: the next is read after it."""
     for path, names in _files_of(folder, shapes).items():
         try:
             opened = safe_open(path, framework="pt")
@@ -412,7 +393,7 @@ def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator
 
 
 def _files_of(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[Path, list[str]]:
-    """The files that hold the named tensors, each with the names of those in it."""
+    """Return the files that hold the named tensors, each with their names; ModelFolderError if they do not fit."""
     file_of = file_of_each_tensor(folder)
     missing = sorted(shapes.keys() - file_of.keys())
     if missing:

@@ -1,7 +1,7 @@
 """Networks: what a run trains, as one thing: the policy, and a critic that is its second head or a model of its own.
 
-The step asks for log-probabilities and values and hands back their gradients; which network they come from, and which
-replica has computed them, is known here alone. `load_networks` loads a rank's share of them.
+The step asks for log-probabilities and values and hands back their gradients. Which network and which replica computes
+them is known here alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from learner.products import COMPUTED
 FUSED = "planning.fused:fused_passes"
 """Makes the passes of `learner.schedule = "fused"`."""
 Gradient = Callable[[Tensor, Tensor], Tensor]
-"""(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
+"""(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, float32 or wider."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Network:
     modules: tuple[StageModule, ...]
     pipeline: Pipeline
     optimizers: tuple[StageOptimizer, ...]
-    """Of the model; and of a policy's value head, which is a critic, one of its own."""
+    """Of the model, and one of a policy's value head."""
 
     @classmethod
     def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
@@ -66,11 +66,10 @@ class Network:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters that are computed with."""
         return self.modules[0].dtype
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is trained of all chunks, under the names of the whole model."""
+        """Yield what is trained of all chunks, under the names of the whole model."""
         for module in self.modules:
             yield from module.weights().items()
 
@@ -109,10 +108,7 @@ class Networks:
         mesh: Mesh,
         fused: PassesOfBoth | None = None,
     ) -> None:
-        """Put a policy, which may end in a value head, and a critic of its own, or None, together.
-
-        With fused passes the critic's stages are counted from the other end.
-        """
+        """With fused passes the critic's stages are counted from the other end."""
         self.policy = policy
         self.critic = critic
         self.mesh = mesh
@@ -126,11 +122,11 @@ class Networks:
 
     @property
     def optimizers(self) -> list[StageOptimizer]:
-        """Of the policy, and of a critic of either kind after it."""
+        """Of the policy, then of a critic of either kind."""
         return [optimizer for network in self.all for optimizer in network.optimizers]
 
     def num_parameters(self) -> int:
-        """Of all that is trained, a tied weight counted once; the same on all ranks."""
+        """Count all that is trained, a tied weight once."""
         count = torch.zeros(1, dtype=torch.int64)
         if self.mesh.place.publishes:
             count += sum(parameter.numel() for optimizer in self.optimizers for parameter in optimizer.counted)
@@ -138,11 +134,11 @@ class Networks:
         return int(count)
 
     def on_device(self, packed: PackedBatch) -> DeviceBatch:
-        """This replica's share of a batch, where the policy computes."""
+        """Return this replica's share of a batch, on the policy's device."""
         return share_of(packed, self.mesh, self.policy.device)
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
-        """Log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
+        """Return log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
         if self._fused is not None:
             said = [gather_tokens(outputs, batch, self.mesh) for outputs in self._fused.forward_only(batch)]
             said[1] = self._carry(said[1], batch, to_last=True)
@@ -157,8 +153,8 @@ class Networks:
     def train(self, batch: DeviceBatch, gradient: Leaves | None) -> None:
         """Add the gradient of the loss to the parameters' gradients.
 
-        `gradient` is dL / d(leaf) of all T tokens, and read on the coordinator alone. None there: of a loss that is to
-        change nothing. It takes the same way, for the other stages wait in it.
+        `gradient` is dL / d(leaf) of all T tokens, read on the coordinator alone. None there changes nothing, but
+        passes through the pipeline, for the other stages wait in it.
         """
         place = self.mesh.place
         rows = self._rows(batch, gradient) if place.is_last else None
@@ -175,7 +171,7 @@ class Networks:
             network.pipeline.train(batch, coefficients)
 
     def _carry(self, values_1T: Tensor | None, batch: DeviceBatch, *, to_last: bool) -> Tensor | None:
-        """From one end of the pipeline, which has them, to the other: [1, T] there, None elsewhere."""
+        """Send values from one end of the pipeline to the other: [1, T] there, None elsewhere."""
         place = self.mesh.place
         if self.mesh.ends is None:
             return None
@@ -190,7 +186,7 @@ class Networks:
         return None if is_sender else values_1T
 
     def _rows(self, batch: DeviceBatch, gradient: Leaves | None) -> Tensor:
-        """The gradient as [heads, T], on the last stages of all replicas."""
+        """Return the gradient as [heads, T], on the last stages of all replicas."""
         columns = [] if gradient is None else [gradient.logprobs_T, gradient.values_T]
         wide = torch.promote_types(self.policy.dtype, torch.float32)
         num_heads = sum(network.modules[-1].num_heads for network in self.all)
@@ -206,8 +202,8 @@ class Networks:
     def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
         """As `train`, for a loss whose gradient for a sequence depends on its unit alone (`Needs.separable`).
 
-        The gradient is asked for the tokens of each micro-batch; None but on the last stages, as are the
-        log-probabilities of all T tokens that are returned.
+        The gradient is asked for the tokens of each micro-batch. Returns the log-probabilities of all T tokens; None,
+        as `gradient`, but on the last stages.
         """
         assert self.critic is None, "values are leaves of the whole batch"
         coefficients = None if gradient is None else _Asked(gradient, batch)
@@ -215,17 +211,16 @@ class Networks:
         return None if found is None else found[0]
 
     def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
-        """Take the optimizer step of an update, 0-based over all steps, or none, as the coordinator has decided."""
+        """Take the optimizer step of an update, 0-based over all steps, if the coordinator so decides."""
         return update_together(self.optimizers, learning_rate(self._config, number), decision, self.mesh)
 
 
 def share_of(packed: PackedBatch, mesh: Mesh, device: torch.device) -> DeviceBatch:
-    """The share of a replica of a batch, on its device."""
     return DeviceBatch(packed.of_replica(mesh.place.replica, mesh.place.num_replicas), device)
 
 
 def gather_tokens(outputs: Tensor | None, batch: DeviceBatch, mesh: Mesh) -> Tensor | None:
-    """From where the outputs of a replica's last stage stand to the tokens they speak of, over all replicas.
+    """Map a replica's outputs to the tokens they speak of, over all replicas.
 
     [M, L] or [M, heads, L] -> [heads, T], alike on all last stages; None on the others.
     """
@@ -280,7 +275,7 @@ def load_chunks(
     frozen: bool = False,
     backwards: bool = False,
 ) -> list[StageModule]:
-    """This rank's chunks of a checkpoint folder: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks.
+    """Load this rank's chunks of a checkpoint folder: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks.
 
     What is frozen needs no float32 to be rounded from. `backwards` counts stages from the other end.
     """
@@ -315,7 +310,7 @@ def load_chunks(
 def load_networks(
     path: Path, config: LearnerConfig, critic: CriticKind | None, temperature: float, mesh: Mesh, device: torch.device
 ) -> Networks:
-    """This rank's share of a checkpoint folder as policy, and as a critic of this kind; all ranks call it together."""
+    """Load this rank's share of a checkpoint as policy, and as a critic of this kind; all ranks call it together."""
     is_fused = critic == "model" and config.schedule == "fused" and mesh.place.num_stages > 1
 
     def loaded(heads: Heads, *, backwards: bool = False) -> Network:

@@ -1,8 +1,8 @@
 """AdamW on float32 master weights, with one decision over all stages and all that is trained together.
 
-An update of the learner is an optimizer step of the policy and, where there is one, of the critic, which is a model of
-its own or a value head: both are taken or none is. Each is clipped to its own gradient norm, over all stages. Where
-compute is bfloat16, what modules compute with is made of the masters here, once per update.
+An update is an optimizer step of the policy and of a critic, model or value head: both are taken or none is. Each is
+clipped to its own gradient norm, over all stages. With bfloat16, what modules compute with is rounded from the masters
+here, once per update.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from learner.mesh import Mesh
 from learner.model import EMBEDDING
 
 ADAM_EPS = 1e-8
-"""AdamW's epsilon, as everywhere: the moments are float32, in which it is far from both ends."""
 
 CLIP_EPS = 1e-6
 """Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
 
 BUCKET_ELEMENTS = 2**24
-"""Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
+"""Gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
 
 
 def learning_rate(config: LearnerConfig, update: int) -> float:
-    """The learning rate of an update: linear warm-up, then the configured decay, which reaches 0 with the last step.
+    """Return the learning rate of an update: linear warm-up, then a decay which reaches 0 with the last step.
 
     Updates are 0-based, and counted over all steps as if none were skipped.
     """
@@ -69,7 +68,7 @@ class UpdateResult:
 
 
 class StageOptimizer:
-    """Updates what one rank holds of a policy's weights, or of a critic's, when `update_together` says so."""
+    """Updates one rank's share of a policy's weights, or of a critic's, when `update_together` decides so."""
 
     def __init__(
         self,
@@ -85,8 +84,8 @@ class StageOptimizer:
         """Create AdamW: matrices decay, vectors do not.
 
         Parameters go by the names of the whole model; a stage may hold none of a value head. `computed`: by the same
-        names (and perhaps more) what modules compute with, a rounding or the parameter itself. `tied`: embedding and LM
-        head are one tensor, where a replica has both.
+        names what modules compute with, a rounding or the parameter itself. `tied`: embedding and LM head are one
+        tensor.
         """
         self.parameters = dict(parameters)
         rounded = [(computed[name], master) for name, master in self.parameters.items() if computed[name] is not master]
@@ -118,7 +117,7 @@ class StageOptimizer:
         return [parameter for name, parameter in self.parameters.items() if name != second_copy]
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm, float64.
+        """Return this rank's share of the squared gradient norm, float64.
 
         Sums gradients over replicas, and those of a tied weight over its two copies, so all ranks call it.
         """
@@ -133,7 +132,7 @@ class StageOptimizer:
         return nn.utils.get_total_norm(gradients).double().square()
 
     def apply(self, norm: float, rate: float) -> None:
-        """Clip by the norm over all stages, and step; a critic's rate is as much greater or smaller as its peak is."""
+        """Clip by the norm over all stages, and step; a critic's rate is scaled as its peak is."""
         if self.adam is None:
             return
         coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)
@@ -147,12 +146,12 @@ class StageOptimizer:
 
     @torch.no_grad()
     def round(self) -> None:
-        """After the parameters have changed: have modules compute with what they are now."""
+        """Have modules compute with the parameters as they are now."""
         if self._roundings:
             torch._foreach_copy_(self._roundings, self._masters)
 
     def _hand_over(self) -> None:
-        """Make the gradients of the roundings, which forget them, those of the masters."""
+        """Move the gradients of the roundings to their masters."""
         for rounding, master in zip(self._roundings, self._masters, strict=True):
             master.grad, rounding.grad = rounding.grad, None
 
@@ -162,7 +161,7 @@ class StageOptimizer:
             parameter.grad = None
 
     def _sum_over_replicas(self) -> None:
-        """Once per update, in buckets: a gradient of each parameter is there, or made of zeros, on every replica."""
+        """Once per update, in buckets: every replica has a gradient of each parameter, or makes zeros."""
         if self._mesh.place.num_replicas == 1:
             return
         for bucket in _buckets(list(self.parameters.values())):
@@ -181,7 +180,7 @@ class StageOptimizer:
         dist.all_reduce(weight.grad, group=self._mesh.ends)
 
     def state(self) -> dict[str, Tensor]:
-        """Moments by `exp_avg.NAME` and `exp_avg_sq.NAME`, and how many updates each parameter had.
+        """Return moments by `exp_avg.NAME` and `exp_avg_sq.NAME`, and the number of updates of each parameter.
 
         Before the first update the moments are created as zeros, so that a checkpoint can be read into them.
         """
@@ -198,7 +197,7 @@ class StageOptimizer:
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype, up to `BUCKET_ELEMENTS` at a time."""
+    """Yield neighbours of one dtype, up to `BUCKET_ELEMENTS` at a time."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         full = sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_ELEMENTS

@@ -1,19 +1,19 @@
 """Packing: whole sequences into micro-batches of one shape, and micro-batches onto replicas.
 
-    best fit   longest first, each into the fullest micro-batch that still takes it: a least number. Every replica
-               runs as many, and a schedule asks for a least number: there may have to be more
-    spread     over that number the sequences are laid out anew, each into the cheapest micro-batch that takes it; where
-               one finds no room, because there is hardly any to spare, the layout of best fit stands
+    best fit   longest first, each into the fullest micro-batch that takes it: a least number. Every replica runs as
+               many, and a schedule asks for a least number: there may have to be more
+    spread     over that number, each sequence into the cheapest micro-batch that takes it; if one finds no room, the
+               layout of best fit stands
     deal       onto the replicas, equal counts, the dearest replica cheap
     order      within a replica: from the cheapest up to the dearest, and down again
-    whole      all of it with groups or prompts in the place of sequences, where a loss compares no further or
-               samples share prompts
-    lay out    sequences with the same prompt in a micro-batch have it there once: it is computed once for all of them
+    whole      all of it with groups or prompts in the place of sequences, if a loss compares no further or samples
+               share prompts
+    lay out    sequences with the same prompt in a micro-batch have it there once: it is computed once
 
-Every micro-batch is [1, L] with L = token_budget: real sequences side by side, padding on the right, some of it
-empty. One shape lets the pipeline keep its buffers, and whole sequences keep attention and positions exact; a stage
-computes no padding. Attention gathers a prompt's keys for each sequence, so a budget is filled as if none were
-shared. All of it follows from the sequences alone: every rank finds the same packing.
+Every micro-batch is [1, L] with L = token_budget: real sequences side by side, padding on the right. One shape lets the
+pipeline keep its buffers, and whole sequences keep attention and positions exact; a stage computes no padding.
+Attention gathers a prompt's keys for each sequence, so a budget is filled as if none were shared. All of it follows
+from the sequences alone: every rank finds the same packing.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ FloatArray = npt.NDArray[np.float64]
 MOST_EVALUATED = 2**27
 """Tokens times micro-batches up to which one pass is cheaper than two: a second or two of evaluating the loss."""
 ONE_PASS = 3 / 4
-"""What an update costs in one pass, where a forward pass costs a third of a forward and backward one."""
+"""Cost of an update in one pass, if a forward pass costs a third of a forward and backward one."""
 
 PAD_TOKEN = 0
-"""Any valid token id: padding is attended to by nothing, and no loss reads it."""
+"""Any valid token id."""
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Cost of a sequence of n tokens: per_token * n + per_token_squared * n^2, in any unit.
 
-    The first term is the weights' share (a token passes through each of them once), the second that of attention,
-    where every token looks at those before it in its own sequence. Only their ratio matters. The default counts tokens.
+    The first term is the weights' share, the second that of attention. Only their ratio matters. The default counts
+    tokens.
     """
 
     per_token: float = 1.0
     per_token_squared: float = 0.0
 
     def of(self, lengths_B: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """The cost of each sequence, from its tokens: [B] -> [B]."""
+        """Return the cost of each sequence, from its tokens: [B] -> [B]."""
         tokens_B = np.asarray(lengths_B, np.float64)
         return self.per_token * tokens_B + self.per_token_squared * tokens_B**2
 
 
 @dataclass(frozen=True)
 class PackingRule:
-    """How many micro-batches there may be, and of what shape."""
+    """Number and shape of micro-batches."""
 
     token_budget: int
     num_replicas: int = 1
@@ -71,24 +71,24 @@ class PackingRule:
     """The number per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
     unit: Unit = "sequence"
-    """What a loss that compares no further has to find whole in a micro-batch to take one pass; so it is packed where
-    the budget has room for every one of them and it pays."""
+    """What a loss that compares no further has to find whole in a micro-batch to take one pass; packed so if every
+    one fits the budget and it pays."""
     num_stages: int = 1
     """P, of the pipeline of a replica."""
 
     @property
     def least_tokens(self) -> int:
-        """What a pass has room for that keeps every stage of every replica busy once."""
+        """Room of a pass that keeps every stage of every replica busy once."""
         return self.num_replicas * max(self.min_micro_batches, self.num_stages) * self.token_budget
 
     def num_micro_batches(self, needed: int) -> int:
-        """Of all replicas, where `needed` would hold the tokens."""
+        """Of all replicas, if `needed` would hold the tokens."""
         per_replica = max(-(-needed // self.num_replicas), self.min_micro_batches, 1)
         return self.num_replicas * (-(-per_replica // self.multiple) * self.multiple)
 
 
 def micro_batches_asked(schedule: str, num_stages: int) -> tuple[int, int]:
-    """How many micro-batches a replica has to run by its schedule: the least number, and of what it is a multiple.
+    """Return the least number of micro-batches that a replica has to run by its schedule, and of what it is a multiple.
 
     1F1B and fused passes take at least one per stage, schedules in rounds whole rounds of them.
     """
@@ -101,30 +101,28 @@ def micro_batches_asked(schedule: str, num_stages: int) -> tuple[int, int]:
 class PackedBatch:
     """A batch as M micro-batches of L tokens, and the way back to its T completion tokens.
 
-    T runs over the sequences in the order they were given, whatever micro-batch each landed in. Of all replicas, M
-    is R times what each runs, and rows r * M / R and on are replica r's; `of_replica` cuts them out.
+    T runs over the sequences in the order they were given. M is R times what each replica runs, and rows r * M / R and
+    on are replica r's; `of_replica` cuts them out.
     """
 
     tokens_ML: IntArray
     positions_ML: IntArray
     """Position within its sequence; 0 on padding."""
     members: tuple[IntArray, ...]
-    """Per micro-batch: the indices of its sequences, from left to right; none in an empty one."""
+    """Per micro-batch: the indices of its sequences, from left to right."""
     bounds: tuple[IntArray, ...]
-    """Per micro-batch: where its sequences would start, each with its own prompt, and where the last would end
-    (num_sequences + 1 values). An empty one shows a sequence of one padding token, [0, 1], so that attention need not
-    know of it."""
+    """Per micro-batch: the starts of its sequences, each with its own prompt, and the end of the last. An empty one
+    shows a sequence of one padding token, [0, 1]."""
     places: tuple[IntArray, ...]
-    """Per micro-batch: where each token of those sequences stands, several times that of a prompt that they share."""
+    """Per micro-batch: the place of each token of those sequences; that of a shared prompt occurs several times."""
     predicting: tuple[IntArray, ...]
-    """Per micro-batch: the positions before its completion tokens; that of a shared prompt's end several times."""
+    """Per micro-batch: the positions before its completion tokens."""
     predicted: tuple[IntArray, ...]
     """Per micro-batch: which of the T completion tokens those are."""
     output_T: IntArray
-    """For each completion token, the flat index m * L + l where it stands, and its log-probability in the output; -1
-    where that is another replica's."""
+    """For each completion token, the flat index m * L + l of it and of its log-probability in the output; -1 if that
+    is another replica's."""
     cost_M: FloatArray
-    """Cost of each micro-batch; 0 of an empty one."""
     unit: Unit = "sequence"
     """What lies in one micro-batch as a whole."""
 
@@ -148,24 +146,24 @@ class PackedBatch:
 
     @property
     def efficiency(self) -> float:
-        """Real tokens over the tokens that the micro-batches have room for, 0..1."""
+        """Real tokens over the room of the micro-batches."""
         return self.num_tokens / self.tokens_ML.size
 
     @property
     def shared_frac(self) -> float:
-        """Share of the real tokens that is not computed: of prompts that another sample has in its micro-batch."""
+        """Share of the real tokens that is not computed: prompts that another sample has in its micro-batch."""
         held = [
             int(places.max()) + 1 for places, members in zip(self.places, self.members, strict=True) if len(members)
         ]
         return 1 - sum(held) / self.num_tokens
 
     def cost_balance(self, num_replicas: int) -> float:
-        """Mean cost of the replicas over that of the dearest: 1 is even, 1 / R is all of it on one."""
+        """Mean cost of the replicas over that of the dearest: 1 is even."""
         cost_R = self.cost_M.reshape(num_replicas, -1).sum(axis=1)
         return float(cost_R.mean() / cost_R.max())
 
     def of_replica(self, replica: int, num_replicas: int) -> PackedBatch:
-        """What one replica runs: its M / R micro-batches, and still all T entries of `output_T`."""
+        """Return what one replica runs: its M / R micro-batches, and all T entries of `output_T`."""
         if num_replicas == 1:
             return self
         share = self.num_micro_batches // num_replicas
@@ -187,10 +185,8 @@ class PackedBatch:
 
 
 def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Assign sequences to bins, longest first, each into the fullest that still takes it: their indices per bin.
-
-    Raises:
-        ValueError: a sequence is longer than the budget; names it.
+    """Assign sequences to bins, longest first, each into the fullest that takes it; ValueError names one above the
+    budget.
     """
     descending = longest_first(lengths)
     if descending and lengths[descending[0]] > token_budget:
@@ -215,7 +211,7 @@ def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bins: int) -> list[list[int]] | None:
     """Assign sequences to `num_bins` bins of like cost: longest first, each into the cheapest bin that takes it.
 
-    As `best_fit`, empty bins included; None where a sequence found no room left, which best fit may have.
+    None if a sequence finds no room, which best fit may have.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room_N, costs = [token_budget] * num_bins, cost_B.tolist()
@@ -238,9 +234,9 @@ def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bi
 def deal(cost_N: FloatArray, num_replicas: int) -> list[list[int]]:
     """Share N bins among R replicas, N / R each, so that the dearest replica is cheap.
 
-    In rounds of R bins, dearest first, each replica gets one of a round, and who has least so far the dearest. As no
-    bin of a round is cheaper than one of the next, two replicas differ by no more than the dearest bin differs from
-    the cheapest, so the dearest replica is above the mean by (1 - 1/R) (max - min) at most.
+    In rounds of R bins, dearest first, the replica with least so far gets the dearest. No bin of a round is cheaper
+    than one of the next, so two replicas differ by no more than the dearest bin from the cheapest, and the dearest
+    replica is above the mean by (1 - 1/R) (max - min) at most.
     """
     rounds_MR = np.argsort(-cost_N, kind="stable").reshape(-1, num_replicas)
     share_RM = np.zeros(rounds_MR.T.shape, np.int64)
@@ -253,23 +249,22 @@ def deal(cost_N: FloatArray, num_replicas: int) -> list[list[int]]:
 
 
 def order(cost_N: FloatArray, bins: Sequence[int]) -> list[int]:
-    """The order in which a pipeline runs bins: the cheap ones at both ends, the dearest in the middle.
+    """Return the order in which a pipeline runs bins: the cheap ones at both ends, the dearest in the middle.
 
     Stages are idle while the first bins fill the pipeline and the last ones drain it, and 1F1B has a stage do forward
-    and backward of bins that stand near each other at one time. GPipe takes as long in any order: every stage costs a
-    bin alike, and of such a flow shop the duration is sum + (P - 1) max.
+    and backward of neighbouring bins at one time. GPipe takes sum + (P - 1) max in any order.
     """
     rising = sorted(bins, key=lambda n: (cost_N[n], n))
     return rising[0::2] + rising[1::2][::-1]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """The order in which sequences are assigned: by length, then by index."""
+    """Return the order by length, then by index."""
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
 def plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list[list[int]]:
-    """Which sequences each micro-batch takes, replica by replica; errors as `best_fit`."""
+    """Return the sequences of each micro-batch, replica by replica; errors as `best_fit`."""
     fewest = best_fit(lengths, rule.token_budget)
     num_bins = rule.num_micro_batches(len(fewest))
     bins = spread(lengths, cost_B, rule.token_budget, num_bins)
@@ -291,7 +286,7 @@ class _Samples:
     rule: PackingRule
 
     def cost_of(self, home_B: IntArray, num_homes: int) -> FloatArray:
-        """What it costs to compute the sequences by their home, a micro-batch or a unit: each prompt there once."""
+        """Return the cost of each home, a micro-batch or a unit, which computes each prompt once."""
         _, first = np.unique(home_B * len(home_B) + self.same_B, return_index=True)
         saved_B = self.rule.cost.of(self.prompt_B)
         saved_B[first] = 0.0
@@ -304,7 +299,7 @@ class _Samples:
         return self.cost_of(home_B, len(bins))
 
     def bins(self, unit_B: IntArray | None) -> tuple[list[list[int]], FloatArray, Unit]:
-        """Which sequences each micro-batch takes, what each costs, and what lies in one whole."""
+        """Return the sequences and the cost of each micro-batch, and what lies in one whole."""
         bins = plan(self.length_B.tolist(), self.cost_B, self.rule)
         cost_M = self.cost_of_bins(bins)
         shares = len(np.unique(self.same_B)) < len(self.same_B)
@@ -317,7 +312,7 @@ class _Samples:
         return bins, cost_M, PackedBatch.unit
 
     def whole(self, unit_B: IntArray) -> list[list[int]] | None:
-        """As `plan`, with the sequences of a unit in one micro-batch; None where one does not fit."""
+        """As `plan`, with the sequences of a unit in one micro-batch; None if one does not fit."""
         length_U = np.bincount(unit_B, self.length_B).astype(np.int64)
         if length_U.max() > self.rule.token_budget:
             return None
@@ -327,7 +322,7 @@ class _Samples:
 
 
 def _duration(cost_M: FloatArray, rule: PackingRule) -> float:
-    """How long a pipeline takes for micro-batches, in units of cost: see `order`."""
+    """Return a pipeline's time for micro-batches, in units of cost: see `order`."""
     cost_RM = cost_M.reshape(rule.num_replicas, -1)
     return float((cost_RM.sum(axis=1) + (rule.num_stages - 1) * cost_RM.max(axis=1)).max())
 
@@ -340,10 +335,8 @@ def pack(
 ) -> PackedBatch:
     """Pack sequences (prompt of at least 1 token, then completion) into the micro-batches of all replicas.
 
-    `unit_B` is the unit of each sequence, numbered from 0; of a rule without one, whose prompt it may share.
-
-    Raises:
-        ValueError: there is no sequence, one is longer than the budget, or one has no prompt.
+    `unit_B` is the unit of each sequence, numbered from 0; of a rule without one, whose prompt it may share. ValueError
+    if there is no sequence, one is longer than the budget, or one has no prompt.
     """
     if not sequences:
         raise ValueError("there is nothing to pack: the batch has no sequence")
@@ -358,7 +351,7 @@ def pack(
 
 
 def same_prompts(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int]) -> IntArray:
-    """A number of each sequence's prompt, from 0: the same for the same tokens. [B]."""
+    """Number each sequence's prompt from 0, the same for the same tokens: [B]."""
     numbers: dict[bytes, int] = {}
     return np.array(
         [
@@ -371,14 +364,9 @@ def same_prompts(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: S
 def cost_of_micro_batches(
     length_B: IntArray, prompt_B: IntArray, same_B: IntArray, rule: PackingRule, unit_B: IntArray
 ) -> tuple[FloatArray, Unit]:
-    """The cost of each micro-batch that `pack` would make, and what lies in one whole, from lengths alone.
+    """Return the cost of each micro-batch that `pack` would make, and what lies in one whole, from lengths alone.
 
-    Args:
-        length_B: tokens of each sequence.
-        prompt_B: of its prompt.
-        same_B: a number of its prompt, the same for the same tokens.
-        rule: with costs in the unit that is wanted.
-        unit_B: the unit of each sequence, numbered from 0.
+    `same_B` numbers prompts as `same_prompts`; the rule has costs in the unit that is wanted.
     """
     samples = _Samples(length_B, prompt_B, same_B, rule.cost.of(length_B), rule)
     _, cost_M, unit = samples.bins(unit_B)
@@ -392,7 +380,7 @@ def _lay_out(
     cost_M: FloatArray,
     unit: Unit,
 ) -> PackedBatch:
-    """The micro-batches of these sequences; S runs over them as they stand there."""
+    """Lay out the micro-batches of these sequences; S runs over them as they stand there."""
     width, length_B, prompt_B = samples.rule.token_budget, samples.length_B, samples.prompt_B
     completion_B = length_B - prompt_B
     order_S, home_S = np.concatenate(members), np.repeat(np.arange(len(members)), list(map(len, members)))
@@ -433,7 +421,7 @@ def _lay_out(
 
 
 def _runs(start_B: IntArray, length_B: IntArray) -> IntArray:
-    """start, start + 1 .. start + length - 1 of each, one behind the other."""
+    """Return start, start + 1 .. start + length - 1 of each, one behind the other."""
     ends_B = np.cumsum(length_B)
     offsets = np.arange(ends_B[-1] if len(ends_B) else 0)
     return offsets + np.repeat(start_B - (ends_B - length_B), length_B)

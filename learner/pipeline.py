@@ -1,7 +1,7 @@
 """Pipeline: forward-only and training schedules over torch.distributed.pipelining.
 
-One schedule object serves one mode and one shape [M, L] of batch: switching a schedule between modes
-would make it infer shapes anew. Shapes are given, never inferred, so nothing is pickled between stages.
+One schedule object serves one mode and one shape [M, L]: switching modes would make it infer shapes anew. Shapes are
+given, never inferred, so nothing is pickled between stages.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from learner.model import DeviceBatch, StageModule
 from learner.packing import PackedBatch
 
 KEPT_BYTES = 256 * 2**20
-"""A schedule holds a receive buffer for every micro-batch of its shape, and is built in milliseconds: between passes a
-pipeline keeps schedules with so many bytes of them at most."""
+"""Bound of the receive buffers of the schedules that a pipeline keeps between passes."""
 
 _PAGE = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
-"""What torch wraps any error of a chunk in begins so; arguments and their shapes follow."""
+"""Beginning of torch's wrapper of any error of a chunk; arguments and their shapes follow."""
 
 Coefficients = Callable[[int, Tensor], Tensor]
 """(micro-batch, its outputs without their graph) -> dL / d(outputs), of the same shape."""
@@ -42,17 +41,17 @@ ScheduleKey = tuple[bool, int, int]
 
 
 class OutOfMemory(RuntimeError):
-    """A pass did not fit into the memory of the device; the text says which pass, and what to lower."""
+    """A pass did not fit into the memory of the device; the text says which, and what to lower."""
 
 
 @dataclass(frozen=True)
 class _Built:
     schedule: Schedule
     stages: tuple[PipelineStage, ...]
-    """Its own: torch keeps in them what it receives and sends."""
+    """Torch keeps in them what it receives and sends."""
 
     def clear(self) -> None:
-        """Give up what a pass leaves behind: all outputs, and of a forward-only pass all that was received."""
+        """Drop what a pass leaves behind: all outputs, and of a forward-only pass all that was received."""
         for stage in self.stages:
             stage.clear_runtime_states()
 
@@ -61,7 +60,6 @@ class Pipeline:
     """Runs packed batches through this rank's chunks and their neighbours. All ranks of a replica call alike."""
 
     def __init__(self, modules: Sequence[StageModule], mesh: Mesh, schedule: ScheduleName) -> None:
-        """Run this rank's chunks, in the order of their layers; schedules are built as shapes of batches come up."""
         self.modules = tuple(modules)
         self._mesh = mesh
         self._schedule_name = schedule
@@ -70,10 +68,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> Tensor | None:
-        """The outputs on the last stage, [M, L] or with two heads [M, 2, L]; None on the others.
-
-        Raises:
-            OutOfMemory: the pass does not fit into the memory of the device.
+        """Return the outputs on the last stage, [M, L] or [M, 2, L]; None on the others. OutOfMemory if it does not
+        fit.
         """
         return self._run(batch, train=False)
 
@@ -121,7 +117,7 @@ class Pipeline:
         raise failed
 
     def _weighted_sum(self, outputs: Tensor, micro_batch: Tensor) -> Tensor:
-        """The scalar whose gradient is that of the whole batch's loss: sum(coefficient * output) of a micro-batch."""
+        """Return the scalar whose gradient is that of the whole batch's loss: sum(coefficient * output)."""
         assert self._coefficients is not None, "the last stage needs coefficients to train"
         return (outputs * self._coefficients(int(micro_batch), outputs.detach())).sum()
 
@@ -141,8 +137,8 @@ class Pipeline:
     def _buffer_bytes(self, key: ScheduleKey) -> int:
         """Of states received on the way out, and of gradients on the way back.
 
-        The first and the last chunk receive less, but all ranks must say the same: a new schedule speaks to its
-        neighbours before its first pass, so they have to drop theirs too.
+        The first and the last chunk receive less, but all ranks must agree: a new schedule speaks to its neighbours
+        before its first pass, so they have to drop theirs too.
         """
         train, num_micro_batches, width = key
         per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].states_dtype.itemsize
@@ -180,7 +176,7 @@ class Pipeline:
 def say_memory(
     place: MeshPlace, module: StageModule, packed: PackedBatch, error: torch.OutOfMemoryError, *, train: bool
 ) -> str:
-    """Which pass did not fit, and what to lower, in one line."""
+    """Return which pass did not fit, and what to lower, in one line."""
     remedy = "lower learner.token_budget"
     if train and not module.activation_checkpointing:
         remedy += ", or set learner.activation_checkpointing = true"
@@ -197,7 +193,7 @@ def build_schedule(
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Schedule:
-    """A schedule of torch.distributed.pipelining over the stages of this rank, more than one only where it interleaves.
+    """Build a schedule of torch.distributed.pipelining over this rank's stages, several only if it interleaves.
 
     `loss` is of (outputs, target) of a micro-batch; None: forward only.
     """
@@ -215,7 +211,7 @@ def build_schedule(
 
 
 def _cause(error: RuntimeError) -> BaseException:
-    """What went wrong in a chunk, out of torch's page "failed to run forward: args ..." or "... backward: ..."."""
+    """Return the error in a chunk, out of torch's page "failed to run forward: args ..." or "... backward: ..."."""
     found: BaseException = error
     while isinstance(found, RuntimeError) and _PAGE.search(str(found)) and found.__cause__ is not None:
         found = found.__cause__

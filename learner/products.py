@@ -1,29 +1,27 @@
 """Products of matrices that the learner computes itself: of embeddings, linear maps and the head.
 
 In bfloat16, modules hold roundings of the float32 masters that an optimizer moves, made anew once per update: no weight
-is cast for a micro-batch, and none is kept a second time for the backward pass. Every weight of a model is rounded,
-norms and biases too: a 16-bit engine serves just these values, and what the learner calls the policy is what wrote the
-samples. The gradient of a rounding is that of its master, float32: on a GPU each micro-batch's product is added to it
-where it is kept, unrounded. On a CPU, and with a schedule that takes gradients of inputs and of weights apart, it is a
-product in bfloat16 that is widened and added. The states between layers stay float32, or are rounded as in the engine
-(learner.residual). Norms compute in float32 and hand bfloat16 to the products that read them, once for all of them.
+is cast for a micro-batch. Every weight is rounded, norms and biases too: a 16-bit engine serves just these values. The
+gradient of a rounding is that of its master, float32: on a GPU each micro-batch's product is added to it unrounded. On
+a CPU, and with a schedule that takes gradients of inputs and of weights apart, it is a product in bfloat16 that is
+widened and added. States between layers stay float32, or are rounded as in the engine (learner.residual). Norms compute
+in float32 and hand bfloat16 to the products that read them.
 
 The head gives log-probabilities of given tokens without all logits at once. With z = logits / temperature, log pi(y) is
-z_y - logsumexp(z). Logits are made a chunk of tokens at a time and given up again, in the backward pass too: never more
-than a chunk of them exists. Two pieces of mathematics make that cheap. The gradient of log pi(y) with respect to a
-hidden state h does not depend on the loss but for one factor c per token,
+z_y - logsumexp(z). Logits exist a chunk of tokens at a time, in the backward pass too. The gradient of log pi(y) with
+respect to a hidden state h does not depend on the loss but for one factor c per token,
 
     d log pi(y) / dh = (W_y - sum_v p_v W_v) / temperature,
 
-so the forward pass, which has p at hand, computes it at once ([n, hidden], no more than the states themselves), and
-the backward pass of h is a product with c. The gradient of the head,
+so the forward pass, which has p at hand, computes it at once ([n, hidden]), and the backward pass of h is a product
+with c. The gradient of the head,
 
     dL/dW_v = sum_t c_t (1[y_t = v] - p_tv) h_t / temperature,
 
 needs all c first. So the first pass keeps p, rounded as products read it, of as many chunks as it may, and the backward
 pass makes it again for the others. The two are separate nodes of the graph, since a zero-bubble schedule asks for
-gradients of inputs and of weights at different times, and neither is to be computed twice. Soft-capped logits (Gemma
-2), cap * tanh(l / cap), multiply p_v and 1[y = v] by 1 - tanh^2.
+gradients of inputs and of weights at different times. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply p_v
+and 1[y = v] by 1 - tanh^2.
 """
 
 from __future__ import annotations
@@ -43,18 +41,18 @@ from learner import kernels
 COMPUTED = torch.bfloat16
 
 _NORM = "norm"
-"""How the name of every norm of a decoder layer ends."""
+"""Ending of the name of every norm of a decoder layer."""
 
 LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
-"""By type of device, logits held at a time: beside a micro-batch's states they are little, and the head, which is read
-for every chunk, is read seldom enough that the products take longer."""
+"""By type of device, logits held at a time: little beside a micro-batch's states, and enough that products take
+longer than reading the head."""
 KEPT_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 2048.0}
 """By type of device, probabilities kept for the backward pass, of all micro-batches that have come to the head. On a
-GPU those of 7,000 completion tokens and 152k words: that saves it a product in four and two passes over logits."""
+GPU those of 7,000 tokens and 152k words: that saves a product in four and two passes over logits."""
 
 
 def round_parameters(module: nn.Module, *, but: Callable[[str], bool]) -> dict[str, nn.Parameter]:
-    """Put a rounding in the place of each wider parameter, but for some; the parameters of before are returned by name.
+    """Replace each wider parameter by a rounding, but for some; return the parameters of before by name.
 
     Of parameters that are tied the first alone is replaced: tie them again.
     """
@@ -88,14 +86,14 @@ def _narrowed(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Of matrices; in float32 where 16-bit numbers can be multiplied as they are and summed and kept in it."""
+    """Multiply matrices; in float32 if 16-bit numbers can be multiplied as they are and summed and kept in it."""
     if sums_in_float32(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
-    """`total += alpha * left @ right`, with no matrix like `total` between them where that can be."""
+    """`total += alpha * left @ right`, without another matrix like `total` if possible."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, alpha=alpha)
     elif sums_in_float32(left):
@@ -105,12 +103,12 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) 
 
 
 def sums_in_float32(factor: Tensor) -> bool:
-    """Does a product with this matrix have a result that is wider than its factors?"""
+    """Return whether a product with this matrix can have a result that is wider than its factors."""
     return factor.device.type == "cuda" and factor.dtype in (torch.bfloat16, torch.float16)
 
 
 def gradient_of(weight: Tensor) -> Tensor:
-    """What gradients of a weight are added to, float32 or wider: its `grad`, of zeros where it has none yet."""
+    """Return what gradients of a weight are added to, float32 or wider: its `grad`, or zeros."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     return weight.grad
@@ -120,9 +118,9 @@ def gradient_of(weight: Tensor) -> Tensor:
 
 
 def embed(embedding: nn.Embedding, tokens: Tensor, dtype: torch.dtype, *, adds_in_place: bool = False) -> Tensor:
-    """Rows of a rounded embedding as states of this dtype, with a gradient that is summed in float32.
+    """Look rows of a rounded embedding up as states of this dtype, with a gradient that is summed in float32.
 
-    `adds_in_place`: it is added to `grad` itself, and no other like the whole table is made.
+    `adds_in_place`: it is added to `grad` itself, without another table.
     """
     asked = (embedding.padding_idx, dtype, adds_in_place)
     states: Tensor = _Lookup.apply(embedding.weight, tokens, *asked)  # type: ignore[no-untyped-call]
@@ -133,8 +131,8 @@ def embed(embedding: nn.Embedding, tokens: Tensor, dtype: torch.dtype, *, adds_i
 def add_gradients_in_place(layers: nn.Module) -> None:
     """Have every linear map of some rounded layers add to its weight's gradient itself.
 
-    Autograd would keep a product in bfloat16, widen it and add it up: three passes over a matrix in place of one. Not
-    where a schedule takes gradients of inputs and of weights apart, for one node of the graph makes both here.
+    Autograd would keep a product in bfloat16, widen it and add it up: three passes over a matrix. Not for a schedule
+    that takes gradients of inputs and of weights apart, for one node of the graph makes both here.
     """
     for module in layers.modules():
         if isinstance(module, nn.Linear):
@@ -149,7 +147,7 @@ def _mapped(module: nn.Linear, states: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Torch's own lookup sums the gradients of a token in the dtype of the weight: in bfloat16, of a frequent one."""
+    """Torch's own lookup sums the gradients of a token in the dtype of the weight."""
 
     @staticmethod
     def forward(
@@ -178,7 +176,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Map(torch.autograd.Function):
-    """A linear map. The gradient of its weight is not handed on, but added where it is kept."""
+    """A linear map that adds the gradient of its weight where it is kept."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401 -- torch's
@@ -205,19 +203,19 @@ class _Map(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LogitRule:
-    """From hidden states to what is held of log-probabilities."""
+    """From hidden states to log-probabilities."""
 
     temperature: float
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
     chunk_mib: float | None = None
-    """Logits (float32, or wider as the model is) held at a time; None: `LOGITS_MIB`."""
+    """Logits (float32 or wider) held at a time; None: `LOGITS_MIB`."""
     kept_mib: float | None = None
     """Probabilities kept for the backward pass; None: `KEPT_MIB`."""
     is_fused: bool = False
-    """Is their softmax that of `learner.kernels`? Only where products are of 16 bits."""
+    """Is their softmax that of `learner.kernels`? Only if products are of 16 bits."""
     adds_in_place: bool = False
-    """Is the gradient of the head added to `grad` itself, and not handed to autograd?"""
+    """Is the gradient of the head added to `grad` itself?"""
 
     def chunk_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
         """Tokens whose logits over V words make one chunk on a device of this type, at least 1."""
@@ -225,7 +223,7 @@ class LogitRule:
         return max(1, int(mib * 2**20) // (vocab_size * _wide(dtype).itemsize))
 
     def kept_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
-        """Tokens whose probabilities over V words, in the dtype of products, may be kept for the backward pass."""
+        """Tokens whose probabilities over V words, in the dtype of products, may be kept."""
         mib = KEPT_MIB[device] if self.kept_mib is None else self.kept_mib
         return int(mib * 2**20) // (vocab_size * dtype.itemsize)
 
@@ -233,8 +231,7 @@ class LogitRule:
 def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRule) -> Tensor:
     """Log pi of the given tokens: [n, hidden] (normed), [V, hidden], int64 [n] -> [n].
 
-    Float32 or wider, as is the gradient of the weight, also under autocast and where the weight is of 16 bits: the
-    products alone are of such numbers.
+    Float32 or wider, as is the gradient of the weight, also under autocast: the products alone are of 16 bits.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -335,13 +332,13 @@ class _Chunk(NamedTuple):
     slopes: Tensor | None
     """d log pi / dh, [c, hidden]."""
     kept: tuple[Tensor, ...]
-    """What `_shares_again` gives, if it is to be kept."""
+    """`_shares_again`, if it is to be kept."""
 
 
 def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool) -> _Chunk:
-    """All about one chunk, in the memory of its logits and half as much: [c, hidden], [V, hidden] (`cast`), [c].
+    """Compute one chunk, in the memory of its logits and half as much: [c, hidden], [V, hidden] (`cast`), [c].
 
-    `own` holds the head's rows of the tokens, [c, hidden], where slopes are wanted; `keep` asks for the shares.
+    `own` holds the head's rows of the tokens, [c, hidden], if slopes are wanted; `keep` asks for the shares.
     """
     scaled = _scaled_logits(hidden, cast, rule)
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)
@@ -385,10 +382,9 @@ def _shares(
     rule: LogitRule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """How the rows of the head pull at a state: all words away from them [c, V], the tokens towards theirs [c].
+    """Return how the rows of the head pull at a state: all words away from them [c, V], the tokens towards theirs [c].
 
-    P and 1, each times the steepness of the soft cap; where p is rounded, the tokens' own is left out, and 1 - p is
-    what pulls towards it.
+    P and 1, each times the steepness of the soft cap; if p is rounded, the tokens' own is left out, and 1 - p pulls.
     """
     pull = _steepness(picked, rule)
     if dtype != _wide(dtype):
@@ -408,7 +404,7 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
 
 
 def _steepness(scaled: Tensor, rule: LogitRule) -> Tensor:
-    """Derivative of the soft cap at scaled logits; 1 where there is none."""
+    """Return the derivative of the soft cap at scaled logits; 1 without one."""
     if rule.softcap is None:
         return torch.ones_like(scaled)
     return (scaled * (rule.temperature / rule.softcap)).square_().neg_().add_(1)

@@ -1,8 +1,4 @@
-"""Reference: frozen models that score every sample once: one for all, or several teachers, each for its own prompts.
-
-build_reference  a rank's share of them, as the description of the run says
-packing_rule     how what they score, and what is trained, becomes micro-batches
-"""
+"""Reference: frozen models that score every sample once: one for all, or several teachers, each for its own prompts."""
 
 from __future__ import annotations
 
@@ -41,10 +37,10 @@ class Reference:
         dtype: torch.dtype,
         teacher_of_prompt: bytes = b"",
     ) -> None:
-        """Look after this rank's chunks of the frozen models; of none where the algorithm needs no reference.
+        """Take this rank's chunks of the frozen models; none if the algorithm needs no reference.
 
-        `dtype` is that of the log-probabilities which a loss reads. `teacher_of_prompt` says which of the models scores
-        the samples of a prompt, by its id; empty where one scores all.
+        `dtype` is that of the log-probabilities which a loss reads. `teacher_of_prompt` gives the model of a prompt, by
+        its id; empty if one scores all.
         """
         self.pipelines = tuple(pipelines)
         self._mesh = mesh
@@ -57,10 +53,10 @@ class Reference:
         return bool(self.pipelines)
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
-        """Reference log-probabilities, and those computed anew. All ranks call it together.
+        """Return reference log-probabilities, and those computed anew. All ranks call it together.
 
-        On the last stages [T], to float32 in any precision, NaN where there is no reference, and the new ones; None and
-        nothing on the others. Off-loaded models leave the device after it: what a step trains takes their room.
+        On the last stages [T], to float32 in any precision, NaN without a reference, and the new ones; None and nothing
+        on the others. Off-loaded models leave the device after it.
         """
         reference_T = self._stored(batch) if self._mesh.place.is_last else None
         unscored = batch.unscored()
@@ -79,10 +75,10 @@ class Reference:
         return reference_T, scores
 
     def score_ahead(self, rows: pa.RecordBatch, rule: PackingRule) -> list[npt.NDArray[np.float32]]:
-        """Reference log-probabilities of trajectories of no step yet, by the columns of the buffer's schema.
+        """Score trajectories of no step yet, by the columns of the buffer's schema. All ranks call it together.
 
-        All ranks call it together; on the last stages one array per trajectory, on the others none. An off-loaded model
-        stays for the next round, until `score` or another model of several takes its place.
+        On the last stages one array per trajectory, on the others none. An off-loaded model stays for the next round,
+        until `score` or another model takes its place.
         """
         assert self.exists, "nothing asks for scores where there is no reference"
         scores: Scores = {}
@@ -95,7 +91,7 @@ class Reference:
         return [scores[i] for i in sorted(scores)]
 
     def _by_model(self, prompt_B: IntArray) -> Iterator[tuple[Pipeline, IntArray]]:
-        """The models that have some of these sequences, in the same order on all ranks, and which each has."""
+        """Yield the models that have some of these sequences, in the same order on all ranks, and which each has."""
         if not self.pipelines:
             return
         has_several = len(self._teacher_of_prompt) > 0
@@ -104,19 +100,18 @@ class Reference:
             yield self.pipelines[number], np.flatnonzero(number_B == number)
 
     def _logprobs(self, pipeline: Pipeline, on_device: DeviceBatch) -> Tensor | None:
-        """Of all T tokens, as they are stored, so that a step taken again reads the same numbers also in float64."""
+        """Of all T tokens, as stored, so that a step taken again reads the same numbers also in float64."""
         self._release(but=pipeline)
         found = gather_tokens(pipeline.forward_only(on_device), on_device, self._mesh)
         return None if found is None else found[0].to(torch.float32)
 
     def _release(self, but: Pipeline | None = None) -> None:
-        """Take off-loaded models away from the device."""
         for pipeline in self.pipelines:
             for module in pipeline.modules if pipeline is not but else ():
                 module.release()
 
     def _stored(self, batch: StepBatch) -> Tensor:
-        """What earlier steps have scored, NaN elsewhere: [T]."""
+        """Return what earlier steps have scored, NaN elsewhere: [T]."""
         column = batch.rows.column("reference_logprobs")
         known_T = np.full(len(batch.sequence_T), np.nan)
         known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
@@ -124,12 +119,11 @@ class Reference:
 
 
 def _by_sequence(logprobs_T: Tensor, sequences: IntArray, lengths: IntArray) -> Scores:
-    """Log-probabilities of sequences that follow each other, cut into those of each."""
     return dict(zip(sequences.tolist(), np.split(logprobs_T.cpu().numpy(), np.cumsum(lengths)[:-1]), strict=True))
 
 
 def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:
-    """The frozen models, each split like the policy, where the algorithm needs some; all ranks call it together."""
+    """Load the frozen models, each split like the policy, if the algorithm needs some; all ranks call it together."""
     config = context.config.learner
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     if not context.config.algorithm.needs.reference:
@@ -146,7 +140,6 @@ def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: to
 
 
 def packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
-    """How batches of this run become micro-batches."""
     config = context.config.learner
     least, multiple = micro_batches_asked(config.schedule, config.num_stages)
     return PackingRule(

@@ -29,27 +29,24 @@ Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 """Metrics by name; and tables by actor, which a reader joins with the pools of the actors."""
 
 MAX_PARTS = 16
-"""Reward functions that have a metric each: a task that sums more is better read from the buffer."""
+"""Reward functions that have a metric each."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """When a step happened."""
+    """Wall times of a step, seconds since the epoch: its batch was asked for, was there, and its update was done."""
 
     asked_s: float
-    """Wall time at which its batch was asked for, seconds since the Unix epoch."""
     started_s: float
-    """Wall time at which the batch was there."""
     finished_s: float
-    """Wall time at which the update was done."""
     scored_ahead_s: float = 0.0
-    """How much of the wait for the batch was spent scoring."""
+    """Part of the wait for the batch that was spent scoring."""
 
 
 def lag_metrics(
     updates: Sequence[StepBatch], start: StepBatch, newest_published: int | None, started_s: float
 ) -> Metrics:
-    """The lags of design and metric reference, over the tokens and trajectories that were trained.
+    """Return the lags over the tokens and trajectories that were trained.
 
     Updates are at their own versions, and a sample counts once for each; `start` is the draw, at the version that the
     step began with. `newest_published` could be pulled then; None: this learner had published nothing yet.
@@ -71,7 +68,7 @@ def lag_metrics(
 
 
 def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
-    """How often samples are used, and how old they are then, by the buffer's counts as the batch was drawn."""
+    """Return how often samples are used, and their age then, by the buffer's counts as the batch was drawn."""
     bounds_T = start.bounds_T()
     written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
     age_G = np.zeros(start.num_groups, np.int64)
@@ -86,7 +83,7 @@ def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
 
 
 def uninformative_frac(start: StepBatch) -> float:
-    """Share of the draw's groups whose rewards are all equal; a group of one sample is none of them."""
+    """Return the share of the draw's groups, of several samples, whose rewards are all equal."""
     rewards = np.asarray(start.rows.column("reward"))
     low_G, high_G = np.full(start.num_groups, np.inf), np.full(start.num_groups, -np.inf)
     np.minimum.at(low_G, start.group_B, rewards)
@@ -95,7 +92,7 @@ def uninformative_frac(start: StepBatch) -> float:
 
 
 def part_metrics(start: StepBatch) -> Metrics:
-    """Mean of what each reward function gave, over the samples that it applies to; none where there is but one."""
+    """Return the mean of each of several reward functions, over the samples that it applies to."""
     names, values = start.rows.column("reward_parts").flatten().flatten()
     parts = pa.table({"name": names, "value": values})
     means = parts.group_by("name", use_threads=False).aggregate([("value", "mean")])  # in order of appearance
@@ -104,7 +101,7 @@ def part_metrics(start: StepBatch) -> Metrics:
 
 
 def _ends(batch: StepBatch) -> tuple[IntArray, IntArray]:
-    """Lag of the first and of the last token of each sequence that has any."""
+    """Return the lag of the first and of the last token of each sequence that has any."""
     bounds_T = batch.bounds_T()
     written = bounds_T[1:] > bounds_T[:-1]
     return batch.lag_T[bounds_T[:-1][written]], batch.lag_T[bounds_T[1:][written] - 1]
@@ -205,7 +202,7 @@ class MetricsFile:
 
 
 class BadSample(ValueError):
-    """A sample was drawn that no loss can be right on."""
+    """No loss can be right on a drawn sample."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -215,8 +212,7 @@ class TrainingDiverged(RuntimeError):
 def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | None) -> None:
     """Check what came from outside, as the loss with these needs will see it; every rank finds the same.
 
-    Raises:
-        BadSample: names the trajectory, its record in the buffer where that is known, and what is wrong.
+    BadSample names the trajectory, its record in the buffer if known, and what is wrong.
     """
     unknown_T = torch.zeros(len(batch.sequence_T), dtype=torch.float32)
     leaves = Leaves(unknown_T)
@@ -235,21 +231,19 @@ class BadBatches:
     """One run's folder of them. `keep` is the coordinator's; all ranks count."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep draws in `bad_batches/` of the run, which is made when there is something to keep."""
         self._folder = folder
         self.non_finite_steps: Sequence[int] = ()
-        """Steps in a row, up to the newest, without a finite loss or gradient; a restart, which is no cure, takes them
-        from the checkpoint."""
+        """Steps in a row, up to the newest, without a finite loss or gradient; a restart takes them from the
+        checkpoint."""
 
     def path(self, step: int) -> Path:
-        """Where the draw of a step is kept."""
         return self._folder / f"step-{step}.arrow"
 
     def keep(self, step: int, body: bytes | memoryview | None) -> str:
-        """Write the draw of a step down, as the Arrow IPC stream that the buffer sent; says where, or why it could not.
+        """Write the draw of a step down, as the Arrow IPC stream that the buffer sent; return where, or why not.
 
-        A full disk is no reason to end a run that leaves a step out, nor to hide why it ends. Without the `body`, which
-        the coordinator has, it says where that has written it.
+        A full disk is no reason to end a run that leaves a step out. Without the `body`, which the coordinator has,
+        return where that has written it.
         """
         try:
             if body is not None:
@@ -260,12 +254,8 @@ class BadBatches:
         return f"the draw is kept in {self.path(step)}"
 
     def note(self, step: int, result: StepResult, body: bytes | memoryview | None) -> None:
-        """Count a step without a finite loss or gradient, and on the coordinator, which has the `body`, keep its draw.
-
-        What is read of the result is the same on all ranks.
-
-        Raises:
-            TrainingDiverged: this was one too many.
+        """Count a step without a finite loss or gradient, and on the coordinator keep its draw; TrainingDiverged if one
+        too many.
         """
         if body is not None and result.num_non_finite:
             logger.warning(

@@ -1,10 +1,9 @@
-"""Kernels over rows of a matrix, in Triton: what no library computes as the learner needs it. Imported where Triton is.
+"""Kernels over rows of a matrix, in Triton. Imported where Triton is.
 
 add_norm   the sum of states and what a block adds to them, and its RMS norm: one pass over memory in place of three,
            and in the backward pass one in place of five. The sum stays as wide as the states, and the norm is
            rounded to what the products behind it read
-softmax    of logits that are float32: log-probabilities of the tokens, and all others' probabilities, rounded as
-           they are written, so that they are not written first as wide as the logits
+softmax    of float32 logits: log-probabilities of the tokens, and all others' probabilities, rounded as written
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _WARPS = 8
 _PROGRAMS_PER_PROCESSOR = 4
 """Of the backward pass of norms: each sums the weight's gradient of its rows."""
 _PROCESSORS_ELSEWHERE = 2
-"""Where there is no GPU, and Triton interprets."""
+"""Without a GPU, where Triton interprets."""
 
 
 @torch.no_grad()
 def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
     """Log-probabilities of the tokens: [c, V] float32, int64 [c] -> [c] float32.
 
-    `out`, [c, V], is set to the probabilities, but for the tokens' own, which become 0; it may be the logits.
+    `out`, [c, V], gets the probabilities, with 0 for the tokens' own; it may be the logits.
     """
     assert logits.is_contiguous()
     assert out is None or out.is_contiguous()
@@ -44,9 +43,9 @@ def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
 
 
 def add_norm(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of states and what is added to them (None: nothing), and its RMS norm.
+    """Return the sum of states and what is added to them (None: nothing), and its RMS norm.
 
-    [..., H], [..., H] and a weight [H] -> two of [..., H], the first of the states' dtype, the second of the weight's.
+    [..., H], [..., H] and a weight [H] -> two of [..., H], of the states' dtype and of the weight's.
     """
     found: tuple[Tensor, Tensor] = _AddNorm.apply(states, added, weight, eps)  # type: ignore[no-untyped-call]
     return found

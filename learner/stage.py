@@ -60,26 +60,20 @@ from weight_sync.publisher import Publisher
 logger = logging.getLogger(__name__)
 
 GIVES_UP_EARLIER_S = 5.0
-"""So long before launch.startup_timeout_s is over, the coordinator stops waiting for the buffer: its error names the
-service, and the launcher's could not."""
+"""Margin to launch.startup_timeout_s of the coordinator's wait for the buffer: its error names the service."""
 
 
 class Stage:
     """One stage of the learner."""
 
     def __init__(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
-        """Nothing is loaded before `setup`. The rendezvous, tcp://HOST:PORT, is free on the host of rank 0.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Load nothing before `setup`. The rendezvous, tcp://HOST:PORT, is free on the host of rank 0."""
         self._context = context
         self._config = config = context.config.learner
         self._place = MeshPlace(rank, config.num_stages, config.num_replicas)
         self._rendezvous = rendezvous
         self._contract = context.facts.contract
         self._device = torch.device("cpu")
-        """Where it computes, from `setup` on."""
         self._stop = threading.Event()
         self._coordinator: Coordinator | None = None
         self._publisher: Publisher | None = None
@@ -95,23 +89,22 @@ class Stage:
         """Load everything, resume from the newest checkpoint and publish the version that training starts at.
 
         Raises:
-            StageLost: not all stages came to the rendezvous within `collective_timeout_s`, or had loaded their share
-                within `startup_timeout_s`.
-            TimeoutError: the buffer service let the coordinator wait for so long; the text names it.
+            StageLost: not all stages came to the rendezvous within `collective_timeout_s`, or loaded within
+                `startup_timeout_s`.
+            TimeoutError: the buffer service did not answer the coordinator; the text names it.
         """
         self._guard(self._setup, "set up")
 
     def run(self) -> None:
         """Train until `num_steps` steps are finished or a stop is requested; ends with a checkpoint and weights.
 
-        The conversation with the buffer ends with it. A stage that raises has lost its place in the
-        pipeline: end its process.
+        A stage that raises has lost its place in the pipeline: end its process. For an error of the coordinator the
+        other stages raise CoordinatorFailed, or StageLost if a step was under way.
 
         Raises:
-            NoBatch: the coordinator got no batch within `batch_timeout_s`; CoordinatorFailed on the other stages.
-            PublishFailed: weights could not be written for `publish_timeout_s`; CoordinatorFailed, or where a step was
-                under way StageLost, on the other stages.
-            StaleTokens: the batch holds a token past the staleness bound; CoordinatorFailed on the other stages.
+            NoBatch: the coordinator got no batch within `batch_timeout_s`.
+            PublishFailed: weights could not be written for `publish_timeout_s`.
+            StaleTokens: the batch holds a token past the staleness bound.
             StageLost: another stage died or hung; GpuFailed: the GPU of this one failed.
             BadSample: a drawn sample has a reward or a log-probability that no loss can use. All stages raise it.
             TrainingDiverged: three steps in a row had no finite loss or gradient. All stages raise it.
@@ -124,12 +117,12 @@ class Stage:
 
     @property
     def waiting_for(self) -> str:
-        """Whom the learner waits for just now; empty while it computes, and on other stages than the coordinator."""
+        """Empty while the learner computes, and on other stages than the coordinator."""
         return self._coordinator.waiting_for if self._coordinator is not None else ""
 
     @property
     def publishing(self) -> str:
-        """What keeps a version from being published, which goes on beside training; empty while nothing does."""
+        """What delays a version's publication, which goes on beside training; empty if nothing does."""
         return self._publisher.waiting_for if self._publisher is not None else ""
 
     def export(self, folder: Path) -> None:
@@ -208,9 +201,10 @@ class Stage:
             self._bad_batches.non_finite_steps = resumed.non_finite_steps
 
     def _begin_incarnation(self, deadline: float) -> None:
-        """Open one, and tell all ranks from which version each went on: any last stage may have its loss read lags.
+        """Open one, and tell all ranks from which version each resumed: any last stage may evaluate a loss that reads
+        lags.
 
-        The buffer may let the coordinator wait: the others are as patient as while they load.
+        The buffer may delay the coordinator: the others wait as long as while they load.
         """
         source = self._place.coordinator
         told, pairs = torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
@@ -240,7 +234,7 @@ class Stage:
         self._finish()
 
     def _next_batch(self, step: int) -> Draw | bytes | None:
-        """The coordinator's draw, the other stages' bytes of it, or None to stop."""
+        """Return the coordinator's draw, the other stages' bytes of it, or None to stop."""
         if self._coordinator is None:
             return self._hear_of_batch()
         try:
@@ -270,7 +264,7 @@ class Stage:
                 return payload if kind is Kind.BATCH else None
 
     def _score(self, body: bytes | memoryview) -> list[npt.NDArray[np.float32]]:
-        """Score trajectories of no step yet; what it returns counts on the coordinator."""
+        """Score trajectories of no step yet; the result counts on the coordinator."""
         return self._reference.score_ahead(read_stream(body), self._packing)
 
     def _make_up(self) -> None:
@@ -314,16 +308,16 @@ class Stage:
             self._save()
 
     def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
-        """The samples of a draw, and on the coordinator their records."""
+        """Return the samples of a draw, and on the coordinator their records."""
         rows = read_stream(draw) if isinstance(draw, bytes) else draw.rows
         batch = StepBatch.build(rows, self._progress.version, self._resumed_at, self._packing)
         return batch, None if isinstance(draw, bytes) else draw.record_ids
 
     def _publish_if_due(self, version: int) -> float:
-        """Every version counts, also those between the updates of a step: what waits makes the actors staler.
+        """Publish also between the updates of a step; return the seconds that it took.
 
-        Where earlier versions are still being written this one is left out, and the next is due: neither a full
-        disk nor a slow network stops training before the staleness bound does. The seconds that it took are returned.
+        While earlier versions are still being written this one is left out, and the next is due: neither a full disk
+        nor a slow network stops training before the staleness bound does.
         """
         started_s = time.perf_counter()
         if self._is_due(version) and self._may_publish():
@@ -338,7 +332,7 @@ class Stage:
         return self._publisher is not None and self._publisher.is_full
 
     def _may_publish(self) -> bool:
-        """Can another version be taken? All ranks have to agree, for a version needs a part of every stage."""
+        """Return whether another version can be taken, alike on all ranks: a version needs a part of every stage."""
         # the coordinator waits for the parts of the others, so what it has finished all have
         is_full = torch.tensor([self._is_full()])
         if self._place.num_ranks > 1:
@@ -375,7 +369,7 @@ class Stage:
             self._coordinator.release_draws(released, heartbeats=heartbeats)
 
     def _finish(self) -> None:
-        """Leave nothing half done: weights committed, checkpoint written, everything reported."""
+        """Commit the weights, write the checkpoint, report everything."""
         self._save()  # first: weights can be published again, a step cannot be had back
         self._publish(self._progress.version)
         self._checkpoints.close()
@@ -400,7 +394,7 @@ class Stage:
         dist.destroy_process_group()
 
     def _guard(self, action: Callable[[], None], what: str) -> None:
-        """Run an action; say which stage lost which where the communication library says 'connection closed'."""
+        """Run an action; name the lost stage where the communication library says 'connection closed'."""
         _make_current(self._device)
         try:
             action()
@@ -425,6 +419,6 @@ class Stage:
 
 
 def _make_current(device: torch.device) -> None:
-    """Make a device that of this thread: each has its own current one, and Ray calls a stage from several."""
+    """Make a device that of this thread: each has its own, and Ray calls a stage from several."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,18 +1,17 @@
 """TrainStep: a step trains one draw, in one or several updates that are exact for every loss built from its leaves.
 
     scores   log-probabilities of the reference; of the whole draw forward only: the proximal policy's, and old values,
-             where the loss reads them
+             if the loss reads them
     then for every minibatch of every epoch an update, which makes a policy version:
     pass 1   forward only: log-probabilities, and the critic's values, of the minibatch as the weights are now
     loss     on the coordinator: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
     pass 2   the training schedule with the scalar sum(sg[g] * leaf) per micro-batch
-    update   gradients summed over replicas; AdamW on every stage, or on none where loss or gradient are not finite
+    update   gradients summed over replicas; AdamW on every stage, or on none if loss or gradient are not finite
 
-A group-level loss cannot be cut into micro-batches and a pipeline can run nothing else; with the
-coefficients in between neither knows of the other. Minibatches hold whole groups. The first update of a draw
-that is not divided needs no pass 1 of its own, and a separable loss none at all: where all that it compares lies in
-one micro-batch, that brings the log-probabilities that its own coefficients need. All ranks call `run` with the same
-batch.
+A group-level loss cannot be cut into micro-batches and a pipeline can run nothing else; with the coefficients in
+between neither knows of the other. Minibatches hold whole groups. The first update of a draw that is not divided needs
+no pass 1 of its own, and a separable loss none at all: if all that it compares lies in one micro-batch, that brings the
+log-probabilities that its own coefficients need. All ranks call `run` with the same batch.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ BetweenUpdates = Callable[[int], object]
 Metrics = dict[str, float | None]
 
 ESS_METRIC = "off_policy/ess_sequence"
-"""What is compared with learner.ess_budget: of pi_prox / mu over sequences. It tells how old the data are whatever the
-loss does about it; a sequence is what a reward belongs to."""
+"""Compared with learner.ess_budget: of pi_prox / mu over sequences, to which rewards belong. It says how old the
+data are whatever the loss does about it."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. On other ranks than the coordinator the loss and the metrics of it are missing."""
+    """What a step did. The loss and its metrics are missing but on the coordinator."""
 
     version: int
-    """After the step: each update that was taken made one."""
+    """After the step."""
     updates: tuple[Update, ...]
     metrics: Metrics
     new_scores: Scores = field(default_factory=dict)
     lag0_by_actor: Lag0ByActor = field(default_factory=dict)
-    """Where lag is 0, how far each actor's log-probabilities are from the learner's."""
+    """At lag 0, how far each actor's log-probabilities are from the learner's."""
 
     @property
     def skipped(self) -> bool:
@@ -63,7 +62,7 @@ class StepResult:
 
     @property
     def num_non_finite(self) -> int:
-        """How many updates were not taken because loss or gradient were not finite."""
+        """Updates that were not taken because loss or gradient were not finite."""
         return sum(not update.result.taken for update in self.updates)
 
 
@@ -80,7 +79,7 @@ class TrainStep:
         *,
         one_pass: bool = True,
     ) -> None:
-        """Wire the parts of a step. The seed, of the order of minibatches, is the same on all ranks.
+        """The seed, of the order of minibatches, is the same on all ranks.
 
         Without `one_pass` a separable loss takes two passes as well, to compare them.
         """
@@ -97,8 +96,8 @@ class TrainStep:
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
         """Take step `step`, counted from 0, with the same batch, at the version that it begins with, on all ranks.
 
-        `report.check_samples` has found no fault of it.
-        `between_updates` is called with the version before every update but the first.
+        `report.check_samples` has found no fault of it. `between_updates` is called with the version before every
+        update but the first.
         """
         clock = _Clock(self._networks.policy.device)
         on_device = self._networks.on_device(batch.packed)
@@ -136,7 +135,7 @@ class TrainStep:
         return minibatches(unit_B, config.num_minibatches, config.num_epochs, (self._seed, step))
 
     def _takes_one_pass(self, batch: StepBatch) -> bool:
-        """Is that allowed, and cheaper? Each micro-batch has the loss of the whole batch evaluated."""
+        """Return whether that is allowed, and cheaper: each micro-batch has the loss of the whole batch evaluated."""
         if self._separable is None or (self._separable != "sequence" and batch.packed.unit != self._separable):
             return False
         micro_batches = batch.packed.num_micro_batches // batch.rule.num_replicas
@@ -149,7 +148,7 @@ class TrainStep:
         return Update(part.batch, result, {} if evaluation is None else evaluation.metrics)
 
     def _train_twice(self, part: _Part, clock: _Clock, *, is_first: bool) -> LossEvaluation | None:
-        """Passes 1 and 2; the draw's first update needs no pass 1 where it is whole: these are its scores."""
+        """Passes 1 and 2; the first update of a whole draw needs no pass 1: these are its scores."""
         if self._reads_start and is_first and part.is_whole:
             leaves = part.old
         else:
@@ -173,7 +172,7 @@ class TrainStep:
         return evaluation
 
     def _gradient_by_micro_batch(self, part: _Part) -> Gradient | None:
-        """Gives the gradient of the loss at some tokens, from their log-probabilities alone; on the last stages."""
+        """Return the gradient of the loss at some tokens, from their log-probabilities alone; on the last stages."""
         if part.reference_T is None:
             return None
         # what stands in for the tokens of other micro-batches does not matter: they are of other units of the loss
@@ -211,15 +210,15 @@ class _Part:
     """Its tokens among those of the draw."""
     reference_T: Tensor | None
     old: Leaves | None
-    """Log-probabilities of the policy at the start of the draw, and the critic's values. Where the loss does not read
-    them, those of the policy that this update met, and None before it has."""
+    """Log-probabilities of the policy at the start of the draw, and the critic's values; or of the policy that this
+    update met, if the loss does not read them."""
 
     @property
     def is_whole(self) -> bool:
         return self.batch.rows.num_rows == self.draw.batch.rows.num_rows
 
     def found(self, leaves: Leaves | None) -> None:
-        """Take the leaves of this update's pass for those of the start, where there was no pass for those."""
+        """Take the leaves of this update's pass for those of the start, if there was no pass for those."""
         if self.old is None:
             self.old = leaves
             self.draw.begun_with(self)
@@ -246,7 +245,7 @@ class _Draw:
         self._applied_T = torch.full((len(batch.sequence_T),), torch.nan, dtype=wide, device=networks.policy.device)
 
     def part(self, sequences: IntArray, version: int) -> _Part:
-        """Some of its sequences, to be trained at a version."""
+        """Return some of its sequences, to be trained at a version."""
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self._applied_T.device)
         old = None if self._old is None else self._old.of(where_T)
         reference_T = None if self._reference_T is None else self._reference_T[where_T]
@@ -256,18 +255,18 @@ class _Draw:
         return _Part(self, batch, self._networks.on_device(batch.packed), where_T, reference_T, old)
 
     def remember(self, where_T: Tensor, weights_T: Tensor | None) -> None:
-        """Write the applied importance weights of some tokens down; NaN stands for none."""
+        """Note the applied importance weights of some tokens; NaN stands for none."""
         if weights_T is not None:
             self._applied_T[where_T] = weights_T
 
     def begun_with(self, part: _Part) -> None:
-        """A part has met the policy; the first one met it as it was at the start."""
+        """Note a part that met the policy; the first one met it as at the start."""
         self._first = self._first or part
 
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
-        """On the coordinator: how far the data were from the policy when the draw began; of lag 0 by actor too.
+        """On the coordinator: return how far the data were from the policy when the draw began; of lag 0 by actor too.
 
-        Where no pass was made at the start, these are of what the first update trained.
+        Without a pass at the start, these are of what the first update trained.
         """
         if not self._networks.mesh.place.is_coordinator:
             return {}, {}
@@ -302,11 +301,8 @@ class _Clock:
 def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: tuple[int, ...]) -> list[IntArray]:
     """Divide a draw into minibatches of whole units (groups, or prompts), anew in every epoch.
 
-    Units come in random order, and each goes to the minibatch with the fewest sequences so far: minibatches
-    are as equal as whole units allow, and none is empty while there are units enough. The same seed gives the same
-    division on every rank and after a restart.
-
-    Per update the indices of its sequences are returned, ascending: epoch after epoch.
+    Units come in random order, and each goes to the minibatch with the fewest sequences so far. The same seed gives the
+    same division on every rank and after a restart. Returns per update the indices of its sequences, ascending.
     """
     units, unit_of_B, sizes = np.unique(unit_B, return_inverse=True, return_counts=True)
     num_parts = min(num_minibatches, len(units))
@@ -324,10 +320,10 @@ def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: t
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """What comes of evaluating the loss."""
+    """Result of evaluating the loss."""
 
     gradient: Leaves | None
-    """dL / d(leaf) of each token; None where the update is not to be taken."""
+    """dL / d(leaf) of each token; None if the update is not to be taken."""
     decision: UpdateDecision
     metrics: Metrics
     weights_T: Tensor | None
@@ -345,10 +341,9 @@ class LossEvaluator:
         self._ess_budget = config.ess_budget
 
     def gradient(self, inputs: LossInputs) -> Tensor:
-        """The gradient dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf.
+        """Return dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf.
 
-        Asked for each micro-batch, it reads nothing back from the device: `evaluate` reads metrics once all
-        log-probabilities are there.
+        Asked for each micro-batch, it reads nothing back from the device.
         """
         with torch.enable_grad():
             return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
@@ -374,7 +369,6 @@ class LossEvaluator:
 
 
 def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:
-    """How far the data of a batch are from the policy."""
     found = off_policy_metrics(inputs, torch.from_numpy(batch.fresh_T).to(inputs.logprobs_T.device), weights_T)
     return {name: value if value is None or math.isfinite(value) else None for name, value in found.items()}
 
@@ -391,12 +385,12 @@ class Update:
 
 
 def counted(updates: Sequence[Update]) -> list[Update]:
-    """The updates that a step's figures are about: those that were taken, or all where none was."""
+    """Return the updates that a step's figures are about: those that were taken, or all if none was."""
     return [update for update in updates if update.result.taken] or list(updates)
 
 
 def mean_metrics(updates: Sequence[Update], *, acts_on_ess: bool) -> Metrics:
-    """Means over the updates of a step, weighted by completion tokens; a metric is None where no update has it."""
+    """Return means over the updates of a step, weighted by completion tokens; None where no update has the metric."""
     chosen = counted(updates)
     rows = [_row(update, acts_on_ess=acts_on_ess) for update in chosen]
     weights = [max(1, len(update.batch.sequence_T)) for update in chosen]

@@ -8,19 +8,19 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 181,
-    "lines": 48_007,
-    "lines without planning": 42_572,
-    "lines of buffer": 8402,
-    "lines of launch": 12_732,
+    "lines": 47_672,
+    "lines without planning": 42_237,
+    "lines of buffer": 8_402,
+    "lines of launch": 12_724,
     "lines of shell": 910,
     "lines of the report's page": 428,
-    "lines of examples": 1034,
+    "lines of examples": 1_034,
     "longest file": 476,
     "longest function": 57,
     "modules imported by exactly one other": 33,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 155,
+    "config keys": 154,
     "config keys inside tables": 55,
 }
 
