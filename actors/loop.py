@@ -102,7 +102,6 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
             run_id=facts.run_id,
             role="actor",
             name=name,
-            config=config.buffer,
             keys=context.keys,
         )
         undo.push_async_callback(threads.run, client.close)

@@ -71,9 +71,7 @@ def push_rate(work: Workload, keys: RunKeys | None) -> float:
 
 def client(address: str, role: Literal["learner", "actor"], keys: RunKeys | None) -> BufferClient:
     """A connected one, with the keys of a run or without."""
-    made = BufferClient(
-        address, run_id=RUN_ID, role=role, name=role, config=config_for(), keys=keys.clients if keys else None
-    )
+    made = BufferClient(address, run_id=RUN_ID, role=role, name=role, keys=keys.clients if keys else None)
     made.connect()
     return made
 

@@ -2,7 +2,7 @@
 
 Every method returns a `concurrent.futures.Future` at once (`asyncio.wrap_future` makes it awaitable).
 A future fails with BufferRefused where the service will not serve the request, and with
-BufferUnavailable where it did not answer for `give_up_after_s`. Until then requests are sent again,
+BufferUnavailable where it did not answer for `GIVE_UP_S`. Until then requests are sent again,
 so a service that is restarted in between is not noticed.
 """
 
@@ -24,7 +24,6 @@ import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.outbox import MAX_ROWS_PER_MESSAGE, Outbox, Together, checked, message_room, parts_fitting, size_bytes
 from buffer.schema import Prefix, Trajectory
@@ -39,6 +38,8 @@ REQUEST_TIMEOUT_S = 10.0
 """A request without an answer is sent again after so long: a turn of the service takes a fraction of it, a lost message
 costs no more. It is answered once, however often it is sent."""
 
+GIVE_UP_S = 120.0
+"""A client that got no answer for so long raises, naming the service: one that was killed is back long before."""
 CONNECT_S = 600.0
 """A service that asks to try again later, as while its disk is full, is greeted so much longer than a silent one."""
 
@@ -109,7 +110,6 @@ class BufferClient:
         run_id: str,
         role: Role,
         name: str,
-        config: BufferConfig,
         keys: ClientKeys | None = None,
     ) -> None:
         """Start the client; nothing is sent before `connect`.
@@ -119,13 +119,11 @@ class BufferClient:
             run_id: the run; a service of another run refuses.
             role: what the process is, and so what it may ask.
             name: unique in the run; a new process of the same name fences the old one.
-            config: the `[buffer]` section.
             keys: of the run's clients; None where the service takes everybody who reaches its socket.
         """
         self.address = address
         self.name = name
         self._run_id = run_id
-        self._config = config
         self._asker = Asker(name, role, secrets.token_hex(16))
         self._epoch = 0
         self._incarnation = -1
@@ -134,7 +132,7 @@ class BufferClient:
         self._waiting_leases: deque[tuple[_LeaseWish, Future[Granted]]] = deque()
         self._lease_in_flight = False
         self._closing = False
-        self._outbox = Outbox(name, run_id, config, lambda: self._transport)
+        self._outbox = Outbox(name, run_id, GIVE_UP_S, lambda: self._transport)
         # An actor's messages are small, so a silent link is a broken one; a batch may take long to pass.
         heartbeat_s = SILENCE_S if role == "actor" else LONG_SILENCE_S
         self._transport = RpcClient(
@@ -142,7 +140,7 @@ class BufferClient:
             address,
             run_id,
             asker=self._asker,
-            patience=Patience(resend_s=REQUEST_TIMEOUT_S, give_up_s=config.give_up_after_s, heartbeat_s=heartbeat_s),
+            patience=Patience(resend_s=REQUEST_TIMEOUT_S, give_up_s=GIVE_UP_S, heartbeat_s=heartbeat_s),
             errors=RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable),
             keys=keys,
             pump=self._outbox.pump,
@@ -155,16 +153,13 @@ class BufferClient:
         """Say hello; blocks until the service answers.
 
         Args:
-            deadline: on the monotonic clock; None: `CONNECT_S` beyond `give_up_after_s`.
+            deadline: on the monotonic clock; None: `CONNECT_S` beyond `GIVE_UP_S`.
 
         Raises:
-            BufferUnavailable: it said nothing for `give_up_after_s`, or no welcome by the deadline.
+            BufferUnavailable: it said nothing for `GIVE_UP_S`, or no welcome by the deadline.
             BufferRefused: it serves another run, or speaks another protocol.
         """
-        if deadline is None:
-            limit_s = self._config.give_up_after_s + CONNECT_S
-        else:
-            limit_s = max(0.0, deadline - time.monotonic())
+        limit_s = GIVE_UP_S + CONNECT_S if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             return self.hello().result(limit_s)
         except TimeoutError:
@@ -238,7 +233,7 @@ class BufferClient:
         gave is used up by what it did not acknowledge yet.
 
         Raises:
-            BufferUnavailable: there was no credit, and no word from the service, for `give_up_after_s`.
+            BufferUnavailable: there was no credit, and no word from the service, for `GIVE_UP_S`.
         """
         return self._outbox.push(trajectory)
 

@@ -82,15 +82,6 @@ class BufferConfig(BaseModel):
         "task.correct_at.",
         fixed="",
     )
-    lease_timeout_s: PositiveFloat = Knob(
-        60.0, "A lease that is neither completed nor renewed for so long is issued again.", fixed=""
-    )
-    max_attempts: PositiveInt = Knob(
-        5, "A group whose lease was issued so often without completing is given up and counted.", fixed=""
-    )
-    give_up_after_s: PositiveFloat = Knob(
-        120.0, "A client that got no answer for so long raises, naming the service.", fixed=""
-    )
     durability: Literal["commit", "interval", "os"] = Knob(
         "commit",
         "'commit' syncs before it acknowledges: survives kill -9 and a power cut. 'interval' syncs every "
@@ -100,17 +91,8 @@ class BufferConfig(BaseModel):
     )
     capacity_trajectories: PositiveInt = Knob(
         1_000_000,
-        "Above this count trajectories that no recorded draw needs are evicted. Unused groups of single "
-        "use (max_uses = 1) never are: admission bounds them.",
+        "Above this count trajectories that no recorded draw needs are evicted, but no unused ones with max_uses = 1.",
         fixed="",
-    )
-    capacity_gib: float = Knob(
-        0.0,
-        "Above this size of stored data they are evicted as well; 0 sets no limit. What may not be evicted "
-        "(unused groups of single use, under replay as many groups as may be outstanding, and recorded groups that are "
-        "not used up) can exceed it.",
-        fixed="",
-        ge=0.0,
     )
 
     @model_validator(mode="after")
@@ -128,11 +110,6 @@ class BufferConfig(BaseModel):
             raise ValueError(
                 f"max_uses = 'unlimited' with {where} would draw the same oldest groups at every step: give max_uses "
                 "a number, or choose 'uniform', 'reward_softmax' or 'prioritised'"
-            )
-        if 0 < self.capacity_gib * 1024 < MAX_MESSAGE_MIB:
-            raise ValueError(
-                f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "
-                f"may hold ({MAX_MESSAGE_MIB} MiB): raise it"
             )
         return self
 

@@ -1,7 +1,7 @@
 """What can go wrong between a client, the service and its store.
 
 BufferError
-├── BufferUnavailable   no answer from the service for `give_up_after_s`
+├── BufferUnavailable   no answer from the service for `GIVE_UP_S` of its client
 ├── BufferRefused       the service answered that it will not serve the request
 │   └── NotBelieved     no client of the run would have sent it: its sender is counted
 ├── BadBody             a message body that is not what the schema says

@@ -28,6 +28,8 @@ from buffer.prompts import Prompts
 from buffer.tables import NO_RECORD, Group
 from buffer.transaction import Transaction
 
+MAX_ATTEMPTS = 5
+"""A group that was lost or filtered so often is given up and counted: its prompt would take actors down for ever."""
 _ROUNDING = 1e-9
 """1.1 * 10 is above 11 in floating point."""
 MAX_RECOUNTED = 256
@@ -97,7 +99,7 @@ class Groups:
         lost = group.in_flight()
         group.end_lease()
         group.losses += 1
-        if group.losses >= self.config.max_attempts:
+        if group.losses >= MAX_ATTEMPTS:
             self.fail(tx, group, lost, reason)
         else:
             group.failed += len(lost)
@@ -181,7 +183,7 @@ class Groups:
 
     def return_prompt(self, tx: Transaction, group: Group, *, failures: int) -> None:
         """Lease the prompt of a dropped or filtered group again, unless it never yields a group."""
-        if failures >= self.config.max_attempts:
+        if failures >= MAX_ATTEMPTS:
             tx.state.ledger.prompts_given_up += 1
             return
         self.prompts.give_back(tx, group.prompt_id, failures)
@@ -214,25 +216,18 @@ class Groups:
         return True
 
     def evict(self, tx: Transaction) -> None:
-        """Remove groups while the store is above a capacity and there is one that may go.
+        """Remove groups while the store is above its capacity and there is one that may go.
 
         Recorded samples stay until they are used up, for nobody makes others.
         """
-        config = self.config
-        excess = tx.state.num_records - config.capacity_trajectories
-        excess_bytes = tx.live_bytes - config.capacity_gib * 2**30 if config.capacity_gib else 0.0
-        while excess > 0 or excess_bytes > 0:
+        excess = tx.state.num_records - self.config.capacity_trajectories
+        while excess > 0:
             first = self.index.first_to_go
-            is_kept = config.source is not None or len(self.index.ready) <= self._num_kept
+            is_kept = self.config.source is not None or len(self.index.ready) <= self._num_kept
             if first is None or (first.kind == ELIGIBLE and is_kept):
                 return
             group = tx.groups.require(first.group_id)
             excess -= sum(record != NO_RECORD for record in group.records)
-            if config.capacity_gib:
-                # Small values share pages, which are given back one by one, so it is counted by values; the next run
-                # corrects it.
-                stored = [record for record in group.records if record != NO_RECORD]
-                excess_bytes -= sum(tx.records.size(record) + tx.scores.size(record) for record in stored)
             self._evict(tx, group)
 
     def _evict(self, tx: Transaction, group: Group) -> None:

@@ -21,6 +21,8 @@ from buffer.transaction import Transaction
 from common.rpc.messages import Asker
 from common.run import RunFacts
 
+LEASE_TIMEOUT_S = 60.0
+"""A lease that is neither completed nor renewed for so long is issued again; an actor renews it every third of that."""
 MAX_NAME_BYTES = 128
 NEAR_BOUND_S, NEAR_BOUND_STEPS = 60.0, 20.0
 """So long after a request had to go without, the longer of the two, admission is near its bound."""
@@ -297,14 +299,14 @@ class Leases:
             prompt_id=group.prompt_id,
             sample_indices=missing,
             min_version=group.min_version,
-            timeout_s=self._config.lease_timeout_s,
+            timeout_s=LEASE_TIMEOUT_S,
             prefixes=sorted(group.partials),
             usual_tokens=self._groups.prompts.usual_tokens(tx, group.prompt_id) if wants_lengths else 0.0,
         )
 
     def _extend(self, lease_id: int) -> None:
         self._deadlines.pop(lease_id, None)
-        self._deadlines[lease_id] = self._clock() + self._config.lease_timeout_s
+        self._deadlines[lease_id] = self._clock() + LEASE_TIMEOUT_S
 
 
 def is_name(text: str) -> bool:

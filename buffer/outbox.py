@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import MAX_MESSAGE_MIB, BufferConfig
+from buffer.config import MAX_MESSAGE_MIB
 from buffer.errors import BufferUnavailable
 from buffer.schema import Trajectory
 from common.rpc.client import Answer, RpcClient, settle
@@ -70,11 +70,18 @@ class _Row:
 class Outbox:
     """Takes trajectories from any thread; the IO thread of the transport sends them."""
 
-    def __init__(self, name: str, run_id: str, config: BufferConfig, transport: Callable[[], RpcClient]) -> None:
-        """Start empty; `transport` gives the client's, which is made after the outbox that it pumps."""
+    def __init__(self, name: str, run_id: str, give_up_s: float, transport: Callable[[], RpcClient]) -> None:
+        """Start empty.
+
+        Args:
+            name: of the client.
+            run_id: of its run.
+            give_up_s: after so long without a word the service is unavailable.
+            transport: gives the client's, which is made after the outbox that it pumps.
+        """
         self._name = name
         self._run_id = run_id
-        self._config = config
+        self._give_up_s = give_up_s
         self._transport = transport
         self._epoch = 0
         self._credit = p.Credit()
@@ -165,7 +172,7 @@ class Outbox:
         since, was_silent = time.monotonic(), False
         while not self._freed.wait(1.0):
             silent_s = time.monotonic() - max(since, self._transport().heard_at)
-            is_silent = silent_s > self._config.give_up_after_s
+            is_silent = silent_s > self._give_up_s
             if is_silent and was_silent:  # once may be this process, stopped: its IO thread passes over that
                 raise BufferUnavailable(
                     f"the buffer service at {self._transport().address} acknowledged none of "

@@ -138,14 +138,6 @@ class Table(Generic[V]):
         packed = _pack(key)
         return packed in self._rows or self._txn.get(packed, db=self._db) is not None
 
-    def size(self, *key: int | str) -> int:
-        """Bytes of the file that a value takes, 0 where there is none: one that is large has pages of its own."""
-        value = self._txn.get(_pack(key), db=self._db)
-        if value is None:
-            return 0
-        page_bytes = int(self._txn.stat(self._db)["psize"])
-        return len(value) if len(value) < page_bytes / 2 else -(-len(value) // page_bytes) * page_bytes
-
     @property
     def count(self) -> int:
         self.flush()

@@ -239,7 +239,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     if took_s > SLOW_FSYNC_S:
         remedy = "use a faster disk; or buffer.durability = 'interval', which survives kill -9 but no power cut"
         yield warning("disk", f"{found}: each commit of the buffer waits for an fsync", remedy)
-    remedy = "free some space, set another --run.dir, or lower buffer.capacity_gib or learner.keep_checkpoints"
+    remedy = "free some space, set another --run.dir, or lower buffer.capacity_trajectories"
     yield _compare("disk", free_bytes, found, None if subject.needs is None else subject.needs.disk, 2 * GIB, remedy)
 
 

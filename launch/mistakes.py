@@ -19,7 +19,6 @@ IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("buffer.on_policy_share buffer.replay_sampler", "buffer.sampler", lambda c: c.buffer.sampler == "on_policy_share"),
     ("buffer.reward_temperature", "buffer.sampler", lambda c: _law(c.buffer) == "reward_softmax"),
     ("buffer.prompt_law buffer.dispatch", "buffer.source", lambda c: c.buffer.source is None),
-    ("buffer.lease_timeout_s buffer.max_attempts", "buffer.source", lambda c: c.buffer.source is None),
     ("actors.keep_every_s", "buffer.source", lambda c: c.buffer.source is None),
     ("actors.eval_problems", "actors.eval_every", lambda c: c.actors.eval_every),
     ("actors.gpu_memory_share", "actors.gpus", lambda c: c.actors.gpus or c.pools),

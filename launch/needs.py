@@ -175,8 +175,7 @@ def _buffer_bytes(config: Config) -> int:
     learner, buffer = config.learner, config.buffer
     num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
     longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES
-    most = min(num_samples * 5 // 4, buffer.capacity_trajectories) * longest
-    return min(most, int(buffer.capacity_gib * GIB)) if buffer.capacity_gib else most
+    return min(num_samples * 5 // 4, buffer.capacity_trajectories) * longest
 
 
 def weights_of_engines(config: Config) -> dict[str, int]:

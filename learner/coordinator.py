@@ -124,7 +124,6 @@ class Coordinator:
             run_id=context.facts.run_id,
             role="learner",
             name="learner",
-            config=context.config.buffer,
             keys=context.keys,
         )
         self._client.connect(deadline)

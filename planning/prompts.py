@@ -220,7 +220,6 @@ class ChosenPrompts(Prompts):
         """Lane -> seconds for a token, 0 if it is not known yet, and when it was heard of."""
         self._lane_of: dict[str, str] = {}
         """Actor -> its lane."""
-        self._forgotten_s = max(FORGOTTEN_S, config.lease_timeout_s)
         self._is_asked = False
         """An actor wants to know lengths."""
         self._window = Window()
@@ -372,7 +371,7 @@ class ChosenPrompts(Prompts):
 
     def _living(self) -> list[float]:
         """Seconds for a token of each lane that is not gone."""
-        since_s = self.clock() - self._forgotten_s
+        since_s = self.clock() - FORGOTTEN_S
         return [token_s for token_s, heard_s in self._lanes.values() if heard_s > since_s]
 
 

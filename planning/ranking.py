@@ -122,7 +122,6 @@ class Ranker:
             run_id=context.facts.run_id,
             role="ranker",
             name="ranker",
-            config=config.buffer,
             keys=context.keys,
         )
         self._client.connect()
@@ -134,7 +133,7 @@ class Ranker:
         """Look now and then whether there is more to learn from, until its process ends.
 
         Raises:
-            BufferUnavailable: the buffer did not answer for `buffer.give_up_after_s`.
+            BufferUnavailable: the buffer did not answer in time.
         """
         try:
             while True:

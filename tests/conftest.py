@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.constants import environment
 from tests.full import FULL
 
 # before torch, vLLM or tokenizers are imported by a test
@@ -40,6 +41,17 @@ def cache_of_this_session(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def constants(monkeypatch):
+    """`constants({"package.module.NAME": value})`: what the processes that this test starts have in place of ours."""
+
+    def give(values):
+        for name, value in environment(values).items():
+            monkeypatch.setenv(name, value)
+
+    return give
 
 
 @pytest.fixture(autouse=True, scope="session")

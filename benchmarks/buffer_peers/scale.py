@@ -85,7 +85,7 @@ def _push_at_once(work: Workload, folder: Path) -> tuple[list[float], float, int
 
 
 def _open(address: str, name: str, role: Role, config: BufferConfig) -> BufferClient:
-    client = BufferClient(address, run_id=RUN_ID, role=role, name=name, config=config)
+    client = BufferClient(address, run_id=RUN_ID, role=role, name=name)
     client.connect()
     return client
 

@@ -23,11 +23,14 @@ from buffer.protocol import Lease
 from common.rpc.messages import Role
 from common.run import RunFacts
 from common.staleness import StalenessConfig
+from tests.constants import environment as constants
 
 RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
 """With an unbounded lag, so many steps' groups may be outstanding."""
 LEASES_PER_REQUEST = 64
+LONG_LEASES = constants({"buffer.leases.LEASE_TIMEOUT_S": 3600.0})
+"""Whoever leases here renews nothing."""
 
 
 def facts_for(groups_per_step: int) -> RunFacts:
@@ -45,9 +48,8 @@ def facts_for(groups_per_step: int) -> RunFacts:
 
 
 def config_for(**overrides: object) -> BufferConfig:
-    """Defaults, but for what the benchmark's size needs."""
-    settings = {"lease_timeout_s": 3600.0, "give_up_after_s": PATIENCE_S, **overrides}
-    return BufferConfig.model_validate(settings)
+    """Defaults, but for the overrides."""
+    return BufferConfig.model_validate(overrides)
 
 
 class Service:
@@ -72,7 +74,7 @@ class Service:
         command += ["--facts", self.facts.model_dump_json(), "--config", self.config.model_dump_json()]
         started = time.monotonic()
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=self._log, text=True
+            command, cwd=ROOT, env=environment() | LONG_LEASES, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
@@ -100,7 +102,7 @@ class Service:
 
     def client(self, name: str, role: Role = "actor") -> BufferClient:
         """A connected client."""
-        client = BufferClient(self.address, run_id=RUN_ID, role=role, name=name, config=self.config)
+        client = BufferClient(self.address, run_id=RUN_ID, role=role, name=name)
         client.connect()
         return client
 

@@ -248,7 +248,7 @@ class MadeUpActor:
 
     def __init__(self, address: str, vocab_size: int, longest: int) -> None:
         """Talk to the buffer service at an address once it is entered."""
-        self._client = BufferClient(address, run_id="gpu", role="actor", name="actor-0", config=BufferConfig())
+        self._client = BufferClient(address, run_id="gpu", role="actor", name="actor-0")
         self._vocab_size, self._longest = vocab_size, longest
         self._stop = threading.Event()
         self._random = np.random.default_rng(0)

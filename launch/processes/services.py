@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import ray
 
-from buffer.client import BufferClient
+from buffer.client import GIVE_UP_S, BufferClient
 from buffer.errors import BufferError
 from buffer.store import PORT as BUFFER_PORT
 from common.rpc.auth import ServiceKeys, is_loopback
@@ -233,7 +233,6 @@ class BufferHost(ServiceHost):
             run_id=self._plan.run_id,
             role="launch",
             name="launch",
-            config=self._config,
             keys=self._plan.client_keys,
         )
         try:
@@ -245,11 +244,10 @@ class BufferHost(ServiceHost):
         """Ask the buffer; a service that is down is started again, and the client sends again.
 
         Raises:
-            RunFailed: it did not answer within buffer.give_up_after_s.
+            RunFailed: it did not answer within `GIVE_UP_S`.
         """
         assert self._client is not None, "start() comes first"
-        limit_s = self._config.give_up_after_s
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + GIVE_UP_S
         future = request(self._client)
         while True:
             try:
@@ -260,8 +258,7 @@ class BufferHost(ServiceHost):
                 self.watch()
                 if time.monotonic() > deadline:
                     raise RunFailed(
-                        f"the buffer service at {self.address} did not answer for "
-                        f"buffer.give_up_after_s = {limit_s:g} s; see {self._logs}"
+                        f"the buffer service at {self.address} did not answer for {GIVE_UP_S:g} s; see {self._logs}"
                     ) from None
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ async def drawn(learner, step, version):
 @pytest.mark.full  # the same holds for the actors of test_life_of_a_run.py, in roles of their own
 async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(context):
     address = context.buffer_address
-    learner = BufferClient(address, run_id="e2e", role="learner", name="learner", config=BufferConfig())
+    learner = BufferClient(address, run_id="e2e", role="learner", name="learner")
     learner.connect()
     await reply(learner.begin_incarnation(0, 0))
     await reply(learner.published(0, 0))
@@ -129,7 +129,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     assert ledger["handed_on"] == counts.num_handed_on > 0
     assert ledger["committed"] == counts.outcomes["committed"]
     assert counts.num_tokens_lost == 0
-    heir = BufferClient(address, run_id="e2e", role="actor", name="heir", config=BufferConfig())
+    heir = BufferClient(address, run_id="e2e", role="actor", name="heir")
     await asyncio.to_thread(heir.connect)
     granted = await reply(heir.lease(GROUPS_PER_STEP))
     prefixes = granted.prefixes()
@@ -141,7 +141,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
         assert 1 <= len(prefix.token_ids) == prefix.spans[-1].end <= 8
     await asyncio.to_thread(heir.close, 0.5)
 
-    launch = BufferClient(address, run_id="e2e", role="launch", name="launch", config=BufferConfig())
+    launch = BufferClient(address, run_id="e2e", role="launch", name="launch")
     launch.connect()
     await reply(launch.drain())
     launch.close()

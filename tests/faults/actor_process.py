@@ -26,7 +26,6 @@ import msgspec
 from buffer import client as client_module
 from buffer import protocol as p
 from buffer.client import BufferClient
-from buffer.config import BufferConfig
 from buffer.errors import BufferError, BufferRefused
 from buffer.outbox import Outbox
 from buffer.schema import HANDED_ON
@@ -46,7 +45,6 @@ class Options(msgspec.Struct, frozen=True):
     address: str
     run_id: str
     name: str
-    config: str
     """BufferConfig as JSON."""
     request_timeout_s: float
     """Of its client."""
@@ -79,9 +77,8 @@ class ActorProcess:
         self.name = name
         self._events = folder / f"{name}-{time.monotonic_ns()}.events"
         self._events.touch()
-        config = service.config.model_dump_json()
         timeout_s = client_module.REQUEST_TIMEOUT_S
-        made = Options(service.address, service.facts.run_id, name, config, timeout_s, str(self._events), **options)
+        made = Options(service.address, service.facts.run_id, name, timeout_s, str(self._events), **options)
         with (folder / f"{name}.log").open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.actor_process", msgspec.json.encode(made).decode()],
@@ -146,11 +143,10 @@ def main(options: Options) -> int:
     def tell(*words: object) -> None:
         os.write(events, (" ".join(map(str, words)) + "\n").encode())
 
-    config = BufferConfig.model_validate_json(options.config)
     client_module.REQUEST_TIMEOUT_S = options.request_timeout_s
     if not options.bounded:
         mock.patch.object(client_module, "Outbox", _BoundlessOutbox).start()
-    client = BufferClient(options.address, run_id=options.run_id, role="actor", name=options.name, config=config)
+    client = BufferClient(options.address, run_id=options.run_id, role="actor", name=options.name)
     client.connect()
     tell("epoch", client.epoch)
     held: list[p.Lease] = []

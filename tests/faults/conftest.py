@@ -10,7 +10,7 @@ from tests.faults import results
 from tests.faults.actor_process import ActorProcess
 from tests.faults.cluster import Cluster
 from tests.faults.disks import Mounts
-from tests.faults.service_process import CONFIG, REQUEST_TIMEOUT_S, Load, Service
+from tests.faults.service_process import REQUEST_TIMEOUT_S, Load, Service
 from tests.full import FULL
 
 _RECORDER = pytest.StashKey[results.Recorder]()
@@ -92,7 +92,7 @@ def connect(service):
     clients = []
 
     def make(name, role="actor"):
-        clients.append(BufferClient(service.address, run_id="killed", role=role, name=name, config=CONFIG))
+        clients.append(BufferClient(service.address, run_id="killed", role=role, name=name))
         clients[-1].connect()
         return clients[-1]
 
@@ -107,7 +107,7 @@ def load_on():
     loads = []
 
     def start(service, **arguments) -> Load:
-        loads.append(Load(service.address, **{"facts": service.facts, "config": service.config, **arguments}))
+        loads.append(Load(service.address, **{"facts": service.facts, **arguments}))
         return loads[-1].start()
 
     yield start

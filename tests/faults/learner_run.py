@@ -109,7 +109,7 @@ class MadeUpActor:
     """Leases like an actor; samples tokens uniformly, rewards small token ids."""
 
     def __init__(self, address: str) -> None:
-        self._client = BufferClient(address, run_id="test", role="actor", name="actor-0", config=BufferConfig())
+        self._client = BufferClient(address, run_id="test", role="actor", name="actor-0")
         self._stop = threading.Event()
         self._random = np.random.default_rng(0)
         self.reward_factor = 1.0
@@ -311,7 +311,7 @@ class LearnerRun:
 
     def ledger(self) -> dict[str, int]:
         """The buffer's counts."""
-        client = BufferClient(self.address, run_id="test", role="actor", name="onlooker", config=BufferConfig())
+        client = BufferClient(self.address, run_id="test", role="actor", name="onlooker")
         client.connect()
         try:
             return client.status().result(60).ledger

@@ -14,7 +14,6 @@ import torch
 from pydantic import TypeAdapter
 
 from algorithms.registry import AlgorithmConfig
-from buffer.config import BufferConfig
 from common.run import RunContext
 from learner import checkpoint_meta, coordinator, optimizer
 from learner import stage as stage_file
@@ -73,7 +72,6 @@ def context_of(orders: dict) -> RunContext:
         learner=config,
         algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
         weight_sync=knobs,
-        buffer=BufferConfig(give_up_after_s=60),
     )
 
 

@@ -44,7 +44,7 @@ FACTS = RunFacts(
     max_tokens=8192,
     staleness=StalenessConfig(max_lag="unbounded"),
 )
-CONFIG = BufferConfig(give_up_after_s=30.0, lease_timeout_s=30.0)
+CONFIG = BufferConfig()
 REQUEST_TIMEOUT_S = 1.0
 """Of the clients of these tests: what is lost is sent again sooner."""
 MANY = FACTS.model_copy(update={"groups_per_step": 4096})
@@ -194,7 +194,6 @@ class Load:
         address: str,
         *,
         facts: RunFacts = FACTS,
-        config: BufferConfig = CONFIG,
         num_actors: int = 2,
         num_completion_tokens: int = 4,
         groups: int = 4,
@@ -207,7 +206,6 @@ class Load:
         Args:
             address: of the service.
             facts: of its run.
-            config: of the clients.
             num_actors: how many push.
             num_completion_tokens: of every trajectory.
             groups: how many groups an actor leases and pushes at once.
@@ -223,10 +221,9 @@ class Load:
         """Step -> its records."""
         self.errors: list[BaseException] = []
         make = partial(BufferClient, keys=keys)
-        self.learner = make(address, run_id=facts.run_id, role="learner", name="learner", config=config)
+        self.learner = make(address, run_id=facts.run_id, role="learner", name="learner")
         self.actors = [
-            make(address, run_id=facts.run_id, role="actor", name=f"actor-{number}", config=config)
-            for number in range(num_actors)
+            make(address, run_id=facts.run_id, role="actor", name=f"actor-{number}") for number in range(num_actors)
         ]
         for client in (self.learner, *self.actors):
             client.connect()

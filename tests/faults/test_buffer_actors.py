@@ -10,18 +10,19 @@ import pytest
 
 from buffer.store import Store
 from buffer.tables import NO_RECORD
+from tests.constants import environment
 from tests.faults.actor_process import ZOMBIE_EXIT
-from tests.faults.service_process import CONFIG, MANY, Kept
+from tests.faults.service_process import MANY, Kept
 from tests.full import FULL, pick
 from tests.world.waiting import bound, wait_until
 
 MIB = 2**20
 LEASE_TIMEOUT_S = 2.0
-SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 100})
+SHORT_LEASES = environment({"buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S, "buffer.groups.MAX_ATTEMPTS": 100})
 SMALL_CREDIT = ("-m", "tests.world.service", f"buffer.service.INBOX_BYTES={8 * MIB}")
 """4 MiB for each of two actors."""
 GROWTH_LIMIT = 64 * MIB
-LONG_LEASES = CONFIG.model_copy(update={"lease_timeout_s": 3600.0})
+LONG_LEASES = environment({"buffer.leases.LEASE_TIMEOUT_S": 3600.0})
 STOPPED_S = 5.0 if FULL else 2.0
 
 
@@ -72,7 +73,7 @@ def stored(folder):
 def test_of_samples_that_are_handed_on_nothing_acknowledged_is_lost_whoever_is_killed(
     start_service, start_actor, load_on, show
 ):
-    service = start_service(facts=MANY, config=CONFIG.model_copy(update={"max_attempts": 10_000}))
+    service = start_service(facts=MANY, environment=environment({"buffer.groups.MAX_ATTEMPTS": 10_000}))
     load_on(service, num_actors=0, draws=False)
     chance, num_points = random.Random(3), pick(3, 200)
     options = {"hands_on": 0.7, "num_completion_tokens": 4000, "groups": 2}
@@ -121,7 +122,7 @@ def test_of_samples_that_are_handed_on_nothing_acknowledged_is_lost_whoever_is_k
 def test_leases_of_a_killed_actor_are_issued_again_in_time_and_the_others_do_not_notice(
     start_service, start_actor, load_on, show
 ):
-    service = start_service(facts=MANY, config=SHORT_LEASES)
+    service = start_service(facts=MANY, environment=SHORT_LEASES)
     load = load_on(service, draws=False, pause_s=0.1)
     num_kills = pick(2, 50)
     victims, killed_at = kill_in_mid_send(start_actor, service, num_kills)
@@ -150,7 +151,7 @@ def test_leases_of_a_killed_actor_are_issued_again_in_time_and_the_others_do_not
 def test_control_samples_of_a_killed_actor_never_come_where_leases_do_not_expire(
     start_service, start_actor, load_on, show
 ):
-    service = start_service(facts=MANY, config=LONG_LEASES)
+    service = start_service(facts=MANY, environment=LONG_LEASES)
     load = load_on(service, draws=False)
     _, killed_at = kill_in_mid_send(start_actor, service, 4)  # all that one has been leased may be on its way
     load.end()

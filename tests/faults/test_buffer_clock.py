@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.constants import environment
 from tests.faults.actor_process import ActorProcess
-from tests.faults.service_process import CONFIG, FACTS, Kept, Load, sample
+from tests.faults.service_process import FACTS, Kept, Load, sample
 from tests.full import pick
 from tests.world.waiting import bound, wait_until
 
 LEASE_TIMEOUT_S = 2.0
 SLACK_S = 0.7
-SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S})
+SHORT_LEASES = environment({"buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S})
 STEPS = {"a day ahead": "+1d", "a day back": "-1d", "standing still": "2030-01-01 00:00:00"}
 """What libfaketime is told: an offset, or a time to stand still at."""
 needs_faketime = {"tools": ("faketime",), "full": True}
@@ -90,7 +91,7 @@ def join(request):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.fault(22, "the wall clock of the service jumps by a day or stands still", **needs_faketime)
 def test_leases_last_as_long_as_they_should_whatever_the_wall_clock_does(start_service, clock, join, step, show):
-    service = start_service(config=SHORT_LEASES, environment=clock.environment)
+    service = start_service(environment={**SHORT_LEASES, **clock.environment})
     load = join(service)
     assert abs(clock.offset_s()) < 60
     clock.set(STEPS[step])
@@ -106,7 +107,7 @@ def test_leases_last_as_long_as_they_should_whatever_the_wall_clock_does(start_s
 @pytest.mark.fault(22, "deadlines on the wall clock", control=True, **needs_faketime)
 def test_control_on_the_wall_clock_a_jump_ends_every_lease(start_service, clock, join, show):
     entry = ("-m", "tests.world.service", "without_monotonic_time")
-    service = start_service(config=SHORT_LEASES, environment=clock.environment, entry=entry)
+    service = start_service(environment={**SHORT_LEASES, **clock.environment}, entry=entry)
     load = join(service)
     (client,) = load.actors
     (lease,) = client.lease(1).result(60).leases
@@ -120,7 +121,7 @@ def test_control_on_the_wall_clock_a_jump_ends_every_lease(start_service, clock,
 
 @pytest.mark.fault(22, "the wall clocks of all processes jump under load", **needs_faketime)
 def test_work_goes_on_and_nothing_is_lost_while_the_clocks_of_all_jump(start_service, clock, load_on, tmp_path, show):
-    service = start_service(config=SHORT_LEASES, environment=clock.environment)
+    service = start_service(environment={**SHORT_LEASES, **clock.environment})
     load = load_on(service)
     actor = ActorProcess(tmp_path, service, "jumping", environment=clock.environment)
     pauses_s, num_jumps = [], pick(1, 5)

@@ -8,7 +8,7 @@ import pytest
 from buffer import outbox
 from buffer.client import BufferClient
 from tests.faults.disks import MIB, fill
-from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample, settle
+from tests.faults.service_process import FACTS, MANY, Kept, sample, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
 from tests.full import pick
 from tests.world.waiting import bound, hold_still, wait_until
@@ -115,7 +115,7 @@ def test_without_a_window_of_unacknowledged_pushes_a_slow_fsync_is_felt(
     service = start_service(facts=MANY)
     load_on(service, facts=MANY, draws=False, num_actors=0)
     monkeypatch.setattr(outbox, "COALESCE_S", 0.0)
-    client = BufferClient(service.address, run_id=MANY.run_id, role="actor", name="one-by-one", config=CONFIG)
+    client = BufferClient(service.address, run_id=MANY.run_id, role="actor", name="one-by-one")
     client.connect()
     leases = iter(client.lease(512).result(60).leases)
 

@@ -38,8 +38,7 @@ def join(request):
     """`join(service, name)`: a client that is closed with the test."""
 
     def make(service, name, role="actor"):
-        run_id, config = service.facts.run_id, service.config
-        client = BufferClient(service.address, run_id=run_id, role=role, name=name, config=config)
+        client = BufferClient(service.address, run_id=service.facts.run_id, role=role, name=name)
         request.addfinalizer(lambda: client.close(0.1))
         client.connect()
         return client

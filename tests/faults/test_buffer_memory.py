@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.constants import environment
 from tests.faults import cgroups
 from tests.faults.actor_process import ActorProcess
 from tests.faults.service_process import CONFIG, MANY, Kept
@@ -18,7 +19,7 @@ STUCK_S = 30.0
 SMALL_INBOX = f"buffer.service.INBOX_BYTES={16 * MIB}"
 LARGE_INBOX = f"buffer.service.INBOX_BYTES={4096 * MIB}"
 LEASE_TIMEOUT_S = 2.0
-SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 100})
+SHORT_LEASES = environment({"buffer.leases.LEASE_TIMEOUT_S": LEASE_TIMEOUT_S, "buffer.groups.MAX_ATTEMPTS": 100})
 
 needs_cgroups = pytest.mark.skipif(bool(cgroups.missing()), reason=cgroups.missing() or "-")
 
@@ -115,7 +116,7 @@ def test_a_service_killed_for_its_memory_loses_nothing_acknowledged(start_limite
 @needs_cgroups
 @pytest.mark.fault(28, "an actor is killed for its memory", root=True, full=True)
 def test_leases_of_an_actor_killed_for_its_memory_are_issued_again(start_service, start_actor, load_on, limit, show):
-    service = start_service(facts=MANY, config=SHORT_LEASES)
+    service = start_service(facts=MANY, environment=SHORT_LEASES)
     load = load_on(service, draws=False)
     victim = start_actor(service, "victim", groups=16, num_completion_tokens=8000)
     victim.wait_for("committed")

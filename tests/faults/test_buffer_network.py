@@ -19,7 +19,7 @@ from buffer.errors import BufferUnavailable
 from tests.faults import netns
 from tests.faults.actor_process import ActorProcess
 from tests.faults.proxy import Proxy
-from tests.faults.service_process import CONFIG, MANY, Kept, Load, Service, sample
+from tests.faults.service_process import MANY, Kept, Load, Service, sample
 from tests.full import pick
 from tests.world.waiting import bound
 
@@ -274,9 +274,11 @@ def test_the_same_set_is_stored_where_messages_are_delayed_reordered_and_duplica
 
 
 @pytest.mark.fault(20, "no de-duplication", control=True, full=True)
-def test_control_without_deduplication_the_ledger_breaks_or_the_service_dies(start_service, load_through_proxy, show):
-    impatient = CONFIG.model_copy(update={"give_up_after_s": 3.0})
-    service = start_service(facts=MANY, config=impatient, entry=COUNTS_TWICE)
+def test_control_without_deduplication_the_ledger_breaks_or_the_service_dies(
+    start_service, load_through_proxy, show, monkeypatch
+):
+    monkeypatch.setattr("buffer.client.GIVE_UP_S", 3.0)
+    service = start_service(facts=MANY, entry=COUNTS_TWICE)
     load, _ = load_through_proxy(service, draws=False)
     with contextlib.suppress(BufferUnavailable):
         load.wait_for(400)

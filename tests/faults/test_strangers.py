@@ -83,7 +83,6 @@ class LockedBuffer:
             run_id=ENDLESS.run_id,
             role="observer",
             name="o",
-            config=self.service.config,
             keys=self._keys.clients,
         )
         client.connect()

@@ -140,9 +140,12 @@ def test_a_whole_run_keeps_within_its_bound(start_run, show, max_lag, max_actor_
 @pytest.mark.fault(
     14, "both stages stopped, the newest version damaged; then an actor stopped and continued", full=True
 )
-def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_within_its_bound(start_run, show):
+def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_within_its_bound(
+    start_run, constants, show
+):
+    constants({"buffer.leases.LEASE_TIMEOUT_S": LEASE_S})
     run = start_run(
-        *("--learner.num_steps", "100000", "--buffer.lease_timeout_s", str(LEASE_S)),
+        *("--learner.num_steps", "100000"),
         *("--weight_sync.keep_versions", "2"),
     )
     run.wait_for_steps(4)

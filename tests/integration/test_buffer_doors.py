@@ -64,7 +64,7 @@ def serve(request):
 
 
 def client_of(address, name="observer"):
-    return closing(BufferClient(address, run_id=FACTS.run_id, role="observer", name=name, config=BufferConfig()))
+    return closing(BufferClient(address, run_id=FACTS.run_id, role="observer", name=name))
 
 
 def path_of(address) -> Path:

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from buffer.client import BufferClient
-from buffer.config import BufferConfig
 from common.staleness import PolicyVersion
 from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, make_model, make_up
 
@@ -25,7 +24,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def actor(run):
-    client = BufferClient(run.address, run_id="test", role="actor", name="actor-0", config=BufferConfig())
+    client = BufferClient(run.address, run_id="test", role="actor", name="actor-0")
     client.connect()
     yield client
     client.close(1.0)

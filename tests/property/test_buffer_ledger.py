@@ -51,10 +51,10 @@ class ScheduledBuffer(RuleBasedStateMachine):
         )  # fmt: skip
         config = BufferConfig(
             capacity_trajectories=4 * (max_lag + 2) * groups_per_step * group_size,
-            max_attempts=1_000_000,
             refill_uninformative=refill,
             prompt_law=prompt_law,
         )
+        self.patched.setattr("buffer.groups.MAX_ATTEMPTS", 1_000_000)
         self.patched.setattr("planning.prompts.LEAST_TAU", data.draw(st.sampled_from([2.0, 20.0])))
         self.buffer = InProcessBuffer(self.folder, facts, config)
         self.max_lag, self.staleness, self.updates_per_step = max_lag, staleness, updates_per_step

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -35,7 +36,6 @@ def configs(draw):
         reward_temperature=0.1,
         max_uses=max_uses,
         capacity_trajectories=draw(st.sampled_from([24, 1000])),
-        max_attempts=1_000_000,
     )
 
 
@@ -46,6 +46,8 @@ class Replay(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="buffer-samplers-"))
         self.buffer = None
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr("buffer.groups.MAX_ATTEMPTS", 1_000_000)
 
     @initialize(
         updates_per_step=st.sampled_from([1, 2, 4]),
@@ -223,6 +225,7 @@ class Replay(RuleBasedStateMachine):
         if self.buffer is not None:
             self.buffer.close()
         shutil.rmtree(self.folder)
+        self.patched.undo()
 
 
 TestReplay = Replay.TestCase

@@ -23,7 +23,7 @@ from buffer.transaction import TABLES, Transaction
 from common.run import RunFacts
 from common.staleness import StalenessContract
 from tests.simulation.actor import Leased, Sample, Tokens
-from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
+from tests.simulation.knobs import Knobs
 from tests.simulation.witness import Key, reward_of
 from tests.trajectories import decode
 from tests.world.buffer import InProcessBuffer
@@ -92,8 +92,6 @@ class CoreBuffer:
         )  # fmt: skip
         config = BufferConfig(
             capacity_trajectories=64 * contract.capacity() * knobs.group_size,
-            max_attempts=1_000_000,
-            lease_timeout_s=LEASE_TIMEOUT_S,
             refill_uninformative=knobs.refill,
         )
         self._turns = Turns(env)

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
+from unittest import mock
 
 from common.staleness import StaleTokens
 from tests.simulation.core import Environment
@@ -89,6 +90,11 @@ class Totals(NamedTuple):
         return cls(len(seeds), num_updates, num_dropped, num_at_bound)
 
 
+def _patiently() -> mock._patch:
+    """No group is given up: faults come far more often than in a run."""
+    return mock.patch("buffer.groups.MAX_ATTEMPTS", 1_000_000)
+
+
 def simulate_with(
     seed: int,
     knobs: Knobs,
@@ -102,7 +108,7 @@ def simulate_with(
     lines: list[str] | None = [] if trace else None
     broken: Broken | None = None
     num_rounds = 0
-    with contextlib.closing(World(seed, knobs, faults, env, lines)) as world:
+    with _patiently(), contextlib.closing(World(seed, knobs, faults, env, lines)) as world:
         try:
             num_rounds = world.run(num_events)
             world.check_store()

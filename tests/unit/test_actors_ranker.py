@@ -38,9 +38,7 @@ class World:
         self.thread.start()
 
     def client(self, role, name):
-        made = BufferClient(
-            self.address, run_id=self.facts.run_id, role=role, name=name, config=self.context.config.buffer
-        )
+        made = BufferClient(self.address, run_id=self.facts.run_id, role=role, name=name)
         made.connect()
         return made
 

@@ -12,7 +12,7 @@ from buffer.prompts import Pace, order_of
 from buffer.tables import Group, Waiting
 from common.staleness import StalenessConfig, StalenessContract
 from planning.dispatch import HAND_ON_SHARE, POLICIES, ByDeadline, InOrder, LongestFirst, Speeds
-from planning.prompts import ChosenPrompts, Window, lag_budget_s, window_size
+from planning.prompts import FORGOTTEN_S, ChosenPrompts, Window, lag_budget_s, window_size
 from tests.world.buffer import Actor, generate
 
 FAST, SLOW = 0.01, 0.02
@@ -144,8 +144,8 @@ NUM_PROMPTS, G = 96, 16
 class Fleet:
     """Actors of two lanes, in a buffer whose steps take 5 s."""
 
-    def __init__(self, make, policy, **changes):
-        config = BufferConfig(dispatch=policy, **changes)
+    def __init__(self, make, policy):
+        config = BufferConfig(dispatch=policy)
         self.buffer = make(config, num_prompts=NUM_PROMPTS, max_lag=60, groups_per_step=G, max_tokens=4096)
         self.actor, self.requests = Actor(self.buffer), 1000
         self.buffer.begin()
@@ -268,9 +268,8 @@ def test_a_group_that_outgrew_its_lane_is_not_leased_to_it_again_and_who_is_told
     assert fast.hand_on_at == 0
 
 
-@pytest.mark.parametrize("timeout_s", [60.0, 300.0])
-def test_a_lane_that_renews_is_not_gone_and_one_that_is_gone_counts_nowhere(make, timeout_s):
-    fleet = Fleet(make, "by_deadline", lease_timeout_s=timeout_s)
+def test_a_lane_that_renews_is_not_gone_and_one_that_is_gone_counts_nowhere(make):
+    fleet, timeout_s = Fleet(make, "by_deadline"), FORGOTTEN_S
     prompts, buffer = fleet.buffer.core.groups.prompts, fleet.buffer
     fleet.step(1)
     prompts.pace.step_s, prompts.pace.train_s = 0.02, 0.0

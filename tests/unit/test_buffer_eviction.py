@@ -1,11 +1,10 @@
 """Eviction by capacity and by sampler, and the listing of what is there."""
 
-from buffer import config as config_module
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.offline.inspect import Inspection
 from common.staleness import PolicyVersion
-from tests.world.buffer import Actor, generate, make_trajectory, train
+from tests.world.buffer import Actor, generate, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192, "num_prompts": 100}
 
@@ -70,17 +69,6 @@ def test_eviction_leaves_the_learner_what_admission_counts_on(make):
     assert buffer.status().num_records > 20
 
 
-def test_the_size_of_stored_data_is_bounded_as_well(make, monkeypatch):
-    monkeypatch.setattr(config_module, "MAX_MESSAGE_MIB", 1)
-    settings = BufferConfig(sampler="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30)
-    buffer, actor = started(make, settings, groups_per_step=1)
-    for _ in range(40):
-        generate(buffer, actor, 2, tokens=4000)
-        live = buffer.store.read(lambda tx: tx.live_bytes)
-    assert 0.6 * 2**20 < live < 1.25 * 2**20
-    assert 10 < len(stored(buffer)) < 20
-
-
 def test_eviction_takes_every_trace_of_a_group(make):
     settings = BufferConfig(sampler="length_balanced", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
@@ -105,18 +93,3 @@ def test_after_a_restart_of_the_learner_groups_have_the_version_that_they_count_
     versions = {group.row.group_id: group.oldest_version for group in Inspection(buffer.store).groups()}
     assert [versions[group] for group in groups] == [0, 1, 2, 2, 2]
     assert buffer.faults() == []
-
-
-def test_samples_with_large_columns_are_not_evicted_many_at_a_time(make, monkeypatch):
-    monkeypatch.setattr(config_module, "MAX_MESSAGE_MIB", 1)
-    settings = BufferConfig(sampler="uniform", max_uses="unlimited", capacity_gib=2**21 / 2**30)
-    buffer, actor = started(make, settings, groups_per_step=1)
-    for _ in range(40):
-        (lease,) = actor.lease(1)
-        rows = [make_trajectory(lease, index, seq=actor.seq + index) for index in lease.sample_indices]
-        for row in rows:
-            row.columns["tests"] = "x" * 50_000
-        actor.seq += len(rows)
-        buffer.push(rows)
-    live = buffer.store.read(lambda tx: tx.live_bytes)
-    assert 0.85 * 2**21 < live < 1.15 * 2**21

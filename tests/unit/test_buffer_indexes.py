@@ -3,7 +3,6 @@
 import pytest
 
 from buffer import protocol as p
-from buffer.config import BufferConfig
 from buffer.transaction import Table
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
@@ -79,8 +78,3 @@ def test_lost_leases_are_issued_again_in_time_that_grows_with_their_number(make,
     leases = buffer.ask(p.LeaseRequest(again.name, again.epoch, 1, 1000), p.LeaseGrant).leases
     assert [lease.attempt for lease in leases] == [2] * 512
     assert num_read < 10 * 512
-
-
-def test_a_capacity_below_a_single_message_is_refused():
-    with pytest.raises(ValueError, match=r"less than a single message may hold \(64 MiB\)"):
-        BufferConfig(capacity_gib=1e-9)

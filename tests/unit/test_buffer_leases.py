@@ -169,8 +169,9 @@ def test_a_lease_that_is_closed_wakes_nobody_at_its_deadline(make):
     assert buffer.core.leases.due_in_s() is None
 
 
-def test_after_max_attempts_the_missing_samples_are_given_up(make):
-    buffer = make(BufferConfig(max_attempts=2), group_size=3)
+def test_after_max_attempts_the_missing_samples_are_given_up(make, monkeypatch):
+    monkeypatch.setattr("buffer.groups.MAX_ATTEMPTS", 2)
+    buffer = make(group_size=3)
     actor = Actor(buffer)
     buffer.begin()
     actor.work(actor.lease(1)[0], [0, 1])
@@ -229,8 +230,9 @@ def test_given_up_samples_leave_a_group_that_is_ready_if_two_have_rewards(make):
     assert actor.lease(1)[0].prompt_id == poor.prompt_id, "a filtered group's prompt is leased again"
 
 
-def test_a_prompt_that_never_yields_a_group_is_given_up(make):
-    buffer = make(BufferConfig(max_attempts=3), num_prompts=2)
+def test_a_prompt_that_never_yields_a_group_is_given_up(make, monkeypatch):
+    monkeypatch.setattr("buffer.groups.MAX_ATTEMPTS", 3)
+    buffer = make(num_prompts=2)
     actor = Actor(buffer)
     buffer.begin()
     prompts = []

@@ -8,7 +8,6 @@ import pytest
 from buffer import protocol as p
 from buffer import schema
 from buffer.client import Granted
-from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
 from buffer.schema import HANDED_ON
 from common.staleness import PolicyVersion
@@ -107,8 +106,9 @@ def test_what_is_kept_of_running_samples_is_there_for_whoever_comes_after_a_kill
     assert (ledger["failed_lease"], ledger["handed_on"], ledger["committed"]) == (1, 0, 2)
 
 
-def test_handing_on_is_no_failed_attempt(make):
-    buffer = make(BufferConfig(max_attempts=1))
+def test_handing_on_is_no_failed_attempt(make, monkeypatch):
+    monkeypatch.setattr("buffer.groups.MAX_ATTEMPTS", 1)
+    buffer = make()
     actor = Actor(buffer)
     buffer.begin()
     for attempt in range(1, 6):

@@ -25,8 +25,6 @@ from tests.world.run_context import run_context
 from tests.world.serving import serving
 from tests.world.waiting import LIMIT_S, wait_until
 
-CONFIG = BufferConfig(give_up_after_s=60.0)
-
 
 def client_of(address: str, resend_s: float = 1.0, give_up_s: float = 20.0, **hooks) -> RpcClient:
     """A client of the buffer without what makes trajectories of messages."""
@@ -41,8 +39,8 @@ def serve(tmp_path):
     """`serve()`: a service in a thread, on a store of its own."""
     with contextlib.ExitStack() as stack:
 
-        def start(**changes):
-            service = BufferService(CONFIG.model_copy(update=changes), facts(max_lag="unbounded"), tmp_path / "buffer")
+        def start():
+            service = BufferService(BufferConfig(), facts(max_lag="unbounded"), tmp_path / "buffer")
             service.address = stack.enter_context(serving(service))
             return service
 
@@ -132,10 +130,11 @@ def test_a_request_refused_very_often_is_still_sent_again():
 
 def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(serve, monkeypatch):
     monkeypatch.setattr("buffer.service._FULL_PAUSE_S", 0.5)
-    service = serve(lease_timeout_s=0.2)
-    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
+    monkeypatch.setattr("buffer.leases.LEASE_TIMEOUT_S", 0.2)
+    service = serve()
+    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
     client.connect()
-    learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
+    learner = BufferClient(service.address, run_id="r", role="learner", name="learner")
     learner.connect()
     learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
     write, attempts = service._store.write, []
@@ -166,14 +165,16 @@ def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(s
 def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch, tmp_path):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
-    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 10.0})
-    context = run_context(tmp_path, facts(max_lag="unbounded"), buffer=impatient, buffer_address=service.address)
+    monkeypatch.setattr("buffer.client.GIVE_UP_S", 10.0)
+    service = serve()
+    (tmp_path / "metrics.jsonl").touch()
+    context = run_context(tmp_path, facts(max_lag="unbounded"), buffer_address=service.address)
     coordinator = Coordinator(context, None, 64)
     has_space, now = space_on_disk(service, monkeypatch)
     began = now()
     with pytest.raises(TimeoutError, match=f"{service.address} was asked to begin an incarnation .* s: no space is"):
         coordinator.begin(3, 3, began + 11.0)
-    assert now() - began > 11.0 > impatient.give_up_after_s
+    assert now() - began > 11.0
     threading.Timer(0.3, has_space.set).start()
     coordinator.begin(3, 3, now() + LIMIT_S)
     assert coordinator.resumed_at == {0: 3}
@@ -191,7 +192,8 @@ def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_
     monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
     service, channel = serve(), SimpleNamespace(send=lambda *_: None)
-    sections = {"buffer": CONFIG, "learner": LearnerConfig(batch_timeout_s=1.0)}
+    sections = {"learner": LearnerConfig(batch_timeout_s=1.0)}
+    (tmp_path / "metrics.jsonl").touch()
     context = run_context(tmp_path, facts(max_lag="unbounded"), **sections, buffer_address=service.address)
     coordinator = Coordinator(context, channel, 64)
     coordinator.begin(0, 0, time.monotonic() + LIMIT_S)
@@ -210,8 +212,8 @@ def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.02)  # as of many actors: the service never pauses
     monkeypatch.setattr("buffer.service._FULL_HEARD_S", 60.0)
     service = serve()
-    actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
-    learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
+    actor = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
+    learner = BufferClient(service.address, run_id="r", role="learner", name="learner")
     for client in (actor, learner):
         client.connect()
     incarnation = learner.begin_incarnation(0, 0).result(60).incarnation
@@ -250,8 +252,8 @@ def test_a_draw_that_lacks_samples_says_that_the_disk_they_are_for_is_full(serve
 def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, monkeypatch, in_upkeep):
     monkeypatch.setattr("buffer.service._MAX_TURN_MESSAGES", 1)
     now = [1000.0]
-    config = CONFIG.model_copy(update={"lease_timeout_s": 10.0})
-    service = BufferService(config, facts(max_lag="unbounded"), tmp_path / "buffer", clock=lambda: now[0])
+    monkeypatch.setattr("buffer.leases.LEASE_TIMEOUT_S", 10.0)
+    service = BufferService(BufferConfig(), facts(max_lag="unbounded"), tmp_path / "buffer", clock=lambda: now[0])
     address = service.bind()
 
     def answered(future):
@@ -262,7 +264,7 @@ def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, mo
         return future.result()
 
     def client(role, name):
-        made = BufferClient(address, run_id="r", role=role, name=name, config=CONFIG)
+        made = BufferClient(address, run_id="r", role=role, name=name)
         answered(made.hello())
         return made
 
@@ -292,9 +294,10 @@ def test_what_lay_unread_while_the_service_stood_still_came_in_time(tmp_path, mo
 
 def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wait(serve, monkeypatch):
     monkeypatch.setattr("common.rpc.client._MAX_RETRY_S", 0.1)
-    service, impatient = serve(), CONFIG.model_copy(update={"give_up_after_s": 10.0})
+    monkeypatch.setattr("buffer.client.GIVE_UP_S", 10.0)
+    service = serve()
     has_space, now = space_on_disk(service, monkeypatch)
-    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=impatient)
+    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
     until, hello = now() + 11.0, client.hello()
     wait_until(lambda: client.put_off_because and now() > until, "its patience to be over")
     with pytest.raises(BufferUnavailable, match=f"welcome 'actor-0' within . s: {service.address} says: no space is"):
@@ -308,9 +311,9 @@ def test_a_client_is_welcomed_once_a_full_disk_has_space_or_says_who_lets_it_wai
 
 def test_a_trajectory_that_cannot_be_sent_leaves_no_hole_in_the_sequence(serve):
     service = serve()
-    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
+    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0")
     client.connect()
-    learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
+    learner = BufferClient(service.address, run_id="r", role="learner", name="learner")
     learner.connect()
     learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
     (lease,) = client.lease(1).result(60).leases
@@ -343,4 +346,4 @@ def test_a_number_that_never_arrives_is_not_waited_for_without_end(make, monkeyp
 
 def test_an_address_that_is_none_is_refused_at_once():
     with pytest.raises(zmq.ZMQError):
-        BufferClient("nowhere", run_id="r", role="actor", name="actor-0", config=CONFIG)
+        BufferClient("nowhere", run_id="r", role="actor", name="actor-0")

@@ -150,10 +150,9 @@ def test_the_laws_of_replay_hold_for_recorded_samples(tmp_path):
     buffer.close()
 
 
-def test_no_recorded_sample_that_may_be_used_again_is_evicted(tmp_path, monkeypatch):
-    monkeypatch.setattr("buffer.config.MAX_MESSAGE_MIB", 1)
+def test_no_recorded_sample_that_may_be_used_again_is_evicted(tmp_path):
     path = write(tmp_path / "s.jsonl", *[row((3, prompt), [5] * 4000) for prompt in range(60) for _ in range(2)])
-    config = BufferConfig(source=str(path), sampler="uniform", max_uses=4, capacity_gib=2**20 / 2**30)
+    config = BufferConfig(source=str(path), sampler="uniform", max_uses=4, capacity_trajectories=60)
     buffer = filled(path, tmp_path / "new", config, groups_per_step=2, max_tokens=8192)
     incarnation = buffer.begin(session="learner").incarnation
     for step in range(1, num_steps_of(60, 2, 4) + 1):

@@ -34,7 +34,7 @@ FACTS = RunFacts(
     max_tokens=16,
     staleness=StalenessConfig(max_lag=40),
 )
-CONFIG = BufferConfig(give_up_after_s=60.0)
+CONFIG = BufferConfig()
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def connect(service):
     clients = []
 
     def make(name="actor-0", role="actor", run_id="r"):
-        clients.append(BufferClient(service.address, run_id=run_id, role=role, name=name, config=CONFIG))
+        clients.append(BufferClient(service.address, run_id=run_id, role=role, name=name))
         clients[-1].connect()
         return clients[-1]
 
@@ -170,9 +170,7 @@ def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_ba
     facts = FACTS.model_copy(update={"group_size": 32, "groups_per_step": 1, "max_tokens": 32_003})
     service = BufferService(CONFIG, facts, tmp_path / "buffer")
     with serving(service) as address:
-        actor, learner = (
-            BufferClient(address, run_id="r", role=n, name=n, config=CONFIG) for n in ("actor", "learner")
-        )
+        actor, learner = (BufferClient(address, run_id="r", role=n, name=n) for n in ("actor", "learner"))
         try:
             learner.connect()
             learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
@@ -221,7 +219,7 @@ def test_who_pushes_does_not_take_its_own_standstill_for_the_silence_of_the_buff
     now_s = 0.0
     transport = SimpleNamespace(address="here", heard_at=0.0, has_ended=False, wake=lambda: None)
     monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: now_s))
-    full = outbox.Outbox("actor-0", "r", CONFIG.model_copy(update={"give_up_after_s": 60.0}), lambda: transport)
+    full = outbox.Outbox("actor-0", "r", 60.0, lambda: transport)
     full.open(0, Credit(rows=1, size_bytes=2**20))
     trajectory = make_trajectory(Lease(1, 1, 1, 0, [0], 0, 60.0), 0, seq=0)
     full.push(trajectory)

@@ -122,13 +122,11 @@ def serve(tmp_path):
     def start(max_tokens):
         if running:
             stop()
-        config = BufferConfig(give_up_after_s=10.0)
+        config = BufferConfig()
         service = BufferService(config, facts(groups_per_step=1, max_tokens=max_tokens), tmp_path / "buffer")
         stack = contextlib.ExitStack()
         address = stack.enter_context(serving(service))
-        clients = [
-            BufferClient(address, run_id="r", role=name, name=name, config=config) for name in ("learner", "actor")
-        ]
+        clients = [BufferClient(address, run_id="r", role=name, name=name) for name in ("learner", "actor")]
         running.append((clients, stack))
         for client in clients:
             client.connect()

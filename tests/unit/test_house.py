@@ -8,10 +8,10 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 181,
-    "lines": 47_672,
-    "lines without planning": 42_237,
-    "lines of buffer": 8_402,
-    "lines of launch": 12_724,
+    "lines": 47_631,
+    "lines without planning": 42_198,
+    "lines of buffer": 8_370,
+    "lines of launch": 12_719,
     "lines of shell": 910,
     "lines of the report's page": 428,
     "lines of examples": 1_034,
@@ -20,7 +20,7 @@ BOUNDS = {
     "modules imported by exactly one other": 33,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 154,
+    "config keys": 150,
     "config keys inside tables": 55,
 }
 

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from buffer.client import BufferClient
-from buffer.config import BufferConfig
 from buffer.offline import inspect as inspecting
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
 
@@ -305,13 +304,10 @@ class Live:
 
     def __init__(self, folder):
         self.facts = facts(num_prompts=1000, group_size=4, groups_per_step=64, max_lag="unbounded")
-        config = BufferConfig(give_up_after_s=20.0)
         command = [sys.executable, "-m", "buffer", "--folder", folder, "--facts", self.facts.model_dump_json()]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         address = self.process.stdout.readline().strip()
-        self.clients = [
-            BufferClient(address, run_id="r", role=role, name=role, config=config) for role in ("learner", "actor")
-        ]
+        self.clients = [BufferClient(address, run_id="r", role=role, name=role) for role in ("learner", "actor")]
         for client in self.clients:
             client.connect()
         learner, self.actor = self.clients

@@ -1,0 +1,18 @@
+"""Constants of the product with other values in the processes that a test starts; see `sitecustomize`."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def environment(values: Mapping[str, object]) -> dict[str, str]:
+    """The variables with which a process and those that it starts have these values, by dotted name."""
+    others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != str(HERE)]
+    known = json.loads(os.environ.get("LEEWAY_TEST_CONSTANTS", "{}"))
+    return {
+        "PYTHONPATH": os.pathsep.join([str(HERE), *(others or [str(HERE.parents[1])])]),
+        "LEEWAY_TEST_CONSTANTS": json.dumps({**known, **values}),
+    }
