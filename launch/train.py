@@ -24,7 +24,6 @@ from msgspec.structs import replace
 from safetensors import SafetensorError
 
 from actors.sample import EvalResult
-from buffer.protocol import Status
 from common.files import FULL, write_whole
 from common.hf_folder import ModelFolderError
 from common.run import RunContext
@@ -38,13 +37,13 @@ from launch.host import configure_logging, ourselves, private_files
 from launch.model_folder import fetch_model
 from launch.observe.display import Display
 from launch.observe.history import History
-from launch.observe.observer import Observer, accuracy_of
+from launch.observe.observer import Observer
 from launch.observe.sinks import Exporter, Tracker, check_wandb
 from launch.observe.status import Accuracy, PollResult
 from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
 from launch.offline import fill_buffer
-from launch.processes.evaluation import Evaluation
+from launch.processes.evaluation import Evaluation, accuracy_of
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from launch.processes.supervisor import Supervisor
@@ -275,8 +274,6 @@ class _Run:
         self._evaluated_at = 0
         self.has_begun = False
         """Were all its processes ready once? Before, nothing was trained or generated."""
-        self._alarms: frozenset[str] = frozenset()
-        """What was complained about and still holds."""
 
     def go(self) -> ExitStatus:
         self.sinks.display.say(f"rows: {self.plan.task.rows}")
@@ -368,7 +365,6 @@ class _Run:
         trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
         self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
         self.sinks.display.update(self._observer.polled())
-        self._warn_of_buffer(news.status)
         for trip in trips:
             self._act(trip)
         if self._autoscale is not None and self._evaluation is None and self.interrupts.training:
@@ -400,24 +396,6 @@ class _Run:
             self.supervisor.actors.quarantine(trip.who, trip.text)
         if trip.action == "stop":
             raise RunFailed(f"{trip.text} (launch.on_{trip.kind} = 'stop')")
-
-    def _warn_of_buffer(self, status: Status | None) -> None:
-        """Say once what somebody should look at."""
-        if status is None:
-            return
-        alarms = {
-            "fidelity": f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}); see "
-            "buffer.sampler = 'length_balanced'"
-            if status.fidelity_alarm
-            else "",
-            "damage": f"{status.num_damaged} blocks of records of the buffer are damaged; see `leeway buffer verify`"
-            if status.num_damaged
-            else "",
-        }
-        for kind, text in alarms.items():
-            if text and kind not in self._alarms:
-                self.sinks.event(kind, text)
-            self._alarms = self._alarms | {kind} if text else self._alarms - {kind}
 
     def _evaluate_now_and_then(self) -> None:
         """Begin an evaluation every actors.eval_every versions, and take in the one that goes on."""

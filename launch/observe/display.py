@@ -31,15 +31,19 @@ if TYPE_CHECKING:  # with all sections, and torch: `leeway top` need not wait fo
 log = logging.getLogger(__name__)
 
 PLAIN_INTERVAL_S = 5.0
-"""Between lines of the plain display: a log of an hour stays readable."""
+"""Seconds between lines of the plain display."""
 QUIET_S = 15.0
-"""Without anything new, a line comes after so long all the same, and says why nothing happens."""
+"""Seconds after which the plain display prints a line although nothing is new, with the reason."""
+REFRESH_S = 0.5
+QUIT_KEYS = frozenset("qQ\x03\x04")
+"""Also Ctrl-C and Ctrl-D, where they arrive as characters."""
+PAUSE_KEYS = frozenset("pP ")
 
 
 class LossyStream:
-    """A standard stream that may go away while the run goes on: a terminal is closed, or who reads a pipe ends.
+    """A standard stream that may go away while the run goes on: a terminal is closed, or the reader of a pipe ends.
 
-    From then on nothing raises, and what anybody writes there goes nowhere. All else is the stream's own.
+    From then on nothing raises, and what is written goes nowhere. All else is the stream's own.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -60,12 +64,12 @@ class LossyStream:
             return None if self.is_lost else call()
         except OSError as error:
             self.is_lost = True
-            log.warning("what the command shows is shown to nobody any more (%s); the run goes on", error)
+            log.warning("the output of the command can no longer be written (%s); the run goes on", error)
             self._drop()
             return None
 
     def _drop(self) -> None:
-        """Put nothing in its place, also of the other standard streams that lead there: Python flushes them last."""
+        """Put /dev/null in its place, also of other standard streams that lead there: Python flushes them last."""
         with suppress(OSError), open(os.devnull, "wb", 0) as nowhere:  # a test's own has no descriptor
             lost = self._stream.fileno()
             standard = [each.fileno() for each in (sys.__stdout__, sys.__stderr__) if each is not None]
@@ -74,13 +78,11 @@ class LossyStream:
 
 
 class Display:
-    """A live table on a terminal; otherwise a line now and then. Never raises because of a narrow or a lost screen."""
+    """A live view on a terminal; otherwise a line now and then. Never raises because of a narrow or a lost screen."""
 
     def __init__(self, config: Config, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Show nothing yet. `clock` is monotonic seconds."""
-        self._config = config
-        self._folder = folder
-        self._clock = clock
+        self._folder, self._clock = folder, clock
         wish = config.tracking.display
         self._is_off = wish == "off"
         self._stdout = LossyStream(sys.stdout)
@@ -105,7 +107,7 @@ class Display:
             live.stop()
 
     def say(self, text: str) -> None:
-        """What the run does now, or what happened."""
+        """Print what the run does now, or what happened."""
         if not self._is_off and not self._stdout.is_lost:
             console = self._live.console if self._live is not None else self._console
             console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
@@ -121,28 +123,27 @@ class Display:
         if live is not None:
             live.update(View(status, status.written_s))
             return
-        quiet_s = self._clock() - self._last_line_s
+        is_new_step = status.step != self._last_step
         is_stuck = bool(status.waits) and status.phase == TRAINING
-        is_new = status.step != self._last_step or is_stuck or status.tripped
-        if quiet_s >= (PLAIN_INTERVAL_S if is_new else QUIET_S):
-            self.say(self._line(status, is_new_step=status.step != self._last_step))
-            self._last_line_s = self._clock()
-            self._last_step = status.step
+        quiet_s = PLAIN_INTERVAL_S if is_new_step or is_stuck or status.tripped else QUIET_S
+        if self._clock() - self._last_line_s >= quiet_s:
+            self.say(self._line(status, is_new_step=is_new_step))
+            self._last_line_s, self._last_step = self._clock(), status.step
 
     def last_line(self, text: str) -> None:
-        """What is said when everything is over."""
+        """Print a line after everything is over."""
         self.__exit__()
         self.say(text)
 
     def fail(self, text: str) -> None:
-        """The run ends here, and this is why; samples that failed may be a part of it."""
+        """Print why the run ends here; samples that failed may be a part of it."""
         self.__exit__()
         if self._failures:
             self.say(self._failures)
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)), flush=True)
 
     def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
-        """The last words of a run, also where the display is off."""
+        """Print the result of a run, also if the display is off."""
         self.__exit__()
         lines = []
         if after is not None:
@@ -162,17 +163,14 @@ class Display:
         self._console.print("\n".join(lines), soft_wrap=True)
 
     def _line(self, status: RunStatus, *, is_new_step: bool) -> str:
-        """Where steps come, only what the learner waits for; where none comes, whatever is known of why."""
+        """Return what the learner waits for while steps come, and whatever is known of the reason while none comes."""
         if is_new_step:
             return line(status, num_waits=1 if status.learner.waits_for else 0)
         is_computing = not status.learner.waits_for and status.phase == TRAINING
         return line(status) + (f"; the learner computes step {status.step + 1}" if is_computing else "")
 
 
-REFRESH_S = 0.5
-QUIT_KEYS = frozenset("qQ\x03\x04")
-"""Also Ctrl-C and Ctrl-D, where they arrive as characters."""
-PAUSE_KEYS = frozenset("pP ")
+# --- leeway top ---------------------------------------------------------------------------------------
 
 
 def show(view: Callable[[bool], View], console: Console) -> None:
@@ -193,11 +191,10 @@ def show(view: Callable[[bool], View], console: Console) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Single keys from the terminal, as they are pressed: a function that waits so many seconds for one."""
+    """Give a function that waits up to a timeout for a key of the terminal; it returns '' if none was pressed."""
     sources = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def next_key(timeout_s: float) -> str:
-        """A key, or an empty text after the timeout."""
         ready, _, _ = select.select(sources, [], [], timeout_s)
         return (os.read(ready[0], 1).decode("latin-1") or "q") if ready else ""  # without a byte the terminal is gone
 
@@ -213,7 +210,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the block as an exception does, so that the terminal is put back."""
+    """Have SIGTERM and a closed terminal end the block as an exception does, so that the terminal is put back."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,7 +1,7 @@
-"""Observer: takes in what the roles report, keeps the status of the run new in place, and writes it as status.json.
+"""Observer: merges what the roles report into the status of the run, and writes it as status.json.
 
-It writes at every poll; while none comes (processes start, an evaluation goes on) about every two seconds, from a
-thread of its own. So a file that is not written any more is that of a command that is gone.
+It writes at every poll, and in between (processes start, an evaluation goes on) every two seconds from its own thread.
+A file that is no longer written is that of a command that is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from actors.report import ActorReport, actor_name
-from actors.sample import EvalCounts, EvalResult
 from buffer.protocol import Status
 from common.process import wall_time
 from common.staleness import PolicyVersion
@@ -43,13 +42,13 @@ from launch.observe.status import (
     waits,
     write_status,
 )
-from launch.observe.totals import ALL, ActorTotals, OverlapMeter, Rate, TrainedTotals, by_pool, lags_of
+from launch.observe.totals import ActorTotals, OverlapMeter, Rate, TrainedTotals, by_pool, lags_of
 from launch.pools import actor_pools
 
 log = logging.getLogger(__name__)
 
 QUIET_S = 2.0
-"""After so long without a poll the file is written all the same."""
+"""Seconds without a poll after which the file is written all the same."""
 CLOSE_S = 5.0
 
 
@@ -68,11 +67,11 @@ class Observer:
         clock: Callable[[], float] = time.monotonic,
         quiet_s: float = QUIET_S,
     ) -> None:
-        """Nothing is written before the first phase.
+        """Write nothing before the first phase.
 
-        `started_s` is by `clock`, as if one command had done all the work on the run. `look` says how the processes
-        are now, and waits for none of them. `on_quiet` is shown what is known while no poll comes, from a thread of
-        the observer; `on_news` is shown every status that is written.
+        `started_s` is by `clock`, as if one command had done all the work on the run. `look` returns the processes as
+        they are now, without a wait. `on_news` gets every status that is written; `on_quiet` those between polls, in
+        the observer's thread.
         """
         config = plan.config
         self._path, self._metrics, self._config = plan.folder.status, plan.folder.metrics, config
@@ -90,20 +89,17 @@ class Observer:
             max_lag=config.weight_sync.max_lag,
         )
         self.trained, self.actor_totals = TrainedTotals(), ActorTotals()
-        self._overlap, self._trained_rate = OverlapMeter(), Rate()
-        self._reports: dict[str, ActorReport] = {}
-        """The last of each actor that works."""
+        self._overlap, self._trained_rate, self._trained_tokens = OverlapMeter(), Rate(), 0
+        self._reports: dict[str, ActorReport] = {}  # the newest of each actor that works
         self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
-        """Of everything the newest that was told."""
         self._lag0: dict[str, float] = {}
-        """Of each actor: mean absolute log-probability difference of its newest tokens at lag 0."""
+        """`mismatch/lag0_abs` of the newest such tokens of each actor, and below of each pool."""
         self._lag0_of_pool: dict[str, float] = {}
         self._num_restarts, self._restarts_before = 0, 0
-        """Of the learner: under this command, and under those that worked on the run before it."""
-        self._trained_tokens = 0
+        """Restarts of the learner under this command, and under earlier ones."""
         self._pauses_s: list[float] = []
         self._policy_waits_s = 0.0
-        """Of all actors. Both since the last row."""
+        """Of all actors, as the pauses, since the last row."""
         self._polled_s: float | None = None
         self._complained = ""
         self._lock = threading.RLock()
@@ -130,23 +126,23 @@ class Observer:
             self._write()
 
     def event(self, kind: str, text: str) -> None:
-        """Something happened; the next file has it."""
+        """Keep an event for the next file."""
         with self._lock:
             event = RunEvent(time_s=self._wall(), kind=kind, text=text)
             self.status.events = [*self.status.events, event][-NUM_EVENTS:]
 
     def evaluated(self, accuracy: Accuracy) -> None:
-        """An evaluation is over; the next file has it."""
+        """Keep the result of an evaluation for the next file."""
         with self._lock:
             self.status.evaluations = [*self.status.evaluations, accuracy]
 
     def polled(self) -> RunStatus:
-        """A poll has been taken in, and what there is to say of it is said; returns what was written."""
+        """Write the status after a poll was taken in; return what was written."""
         with self._lock:
             return self._write()
 
     def end(self, text: str, exit_status: int) -> None:
-        """The last file: how the command ended."""
+        """Write the last file, with how the command ended."""
         with self._lock:
             self._closed.set()
             self.status.ended = Ended(at_s=self._wall(), text=text, exit_status=exit_status)
@@ -158,15 +154,8 @@ class Observer:
         self._restarts_before = self.trained.restarts + 1
         self.status.steps_redone = num_redone
 
-    def _go_back(self, step: int, version: int) -> None:
-        """Sum up anew what metrics.jsonl has up to a step."""
-        self.trained, self.status.step, self.status.version = TrainedTotals(), step, version
-        for row in Rows(self._metrics).read():
-            if row["step"] <= step:
-                self._count(row)
-
     def take_in(self, news: PollResult) -> list[dict[str, Any]]:
-        """Take in one poll; returns the metrics of every step that finished."""
+        """Take in one poll; return the row of every step that finished, with the columns of the actors."""
         with self._lock:
             now, status, known = self._clock(), self.status, self._known
             status.polled_s = self._wall()
@@ -179,14 +168,14 @@ class Observer:
                 status.steps_redone += max(0, status.step - news.resumed_at)
                 self._go_back(news.resumed_at, news.resumed_version)
             self._take_in_actors(news, now)
-            rows = list(self._rows(news))
+            rows = list(self._rows(news.steps))
             if known.status is not None:
                 status.ledger_gap = max(status.ledger_gap, abs(known.status.ledger["gap"]))
             return rows
 
     def summary(self, before: Accuracy | None, after: Accuracy | None, buffer: Status) -> dict[str, Any]:
-        """The values of summary.json; accuracies are None where nobody evaluated."""
-        status, evaluated = self.status, before or after
+        """Return the values of summary.json; accuracies are None if nothing was evaluated."""
+        status, trained, evaluated = self.status, self.trained, before or after
         return {
             "accuracy_before": before.greedy if before else None,
             "accuracy_after": after.greedy if after else None,
@@ -200,10 +189,10 @@ class Observer:
             "quarantined_actors": list(self._known.quarantined),
             "steps_redone": status.steps_redone,
             "trained_trajectories": buffer.ledger["trained"],
-            "trained_tokens": self.trained.num_tokens,
-            "generated_tokens": self.actor_totals.num_tokens[ALL],
-            "lag_mean": self.trained.lag_mean,
-            "lag_max": self.trained.lag_max,
+            "trained_tokens": trained.num_tokens,
+            "generated_tokens": self.actor_totals.total("tokens"),
+            "lag_mean": trained.lag_mean,
+            "lag_max": trained.lag_max,
             "max_lag": status.max_lag,
             "overlap_frac": self._overlap.fraction(),
             "ledger_gap": max(status.ledger_gap, abs(buffer.ledger["gap"])),
@@ -212,10 +201,21 @@ class Observer:
             "damaged_records": buffer.num_damaged,
             "failed_by_reason": buffer.failed_by_reason,
             "quarantined_by_reason": buffer.quarantined_by_reason,
-            "mismatch_lag0_abs": self.trained.first_mismatch,
+            "mismatch_lag0_abs": trained.first_mismatch,
         }
 
     # --- a poll -----------------------------------------------------------------------------------
+
+    def _go_back(self, step: int, version: int) -> None:
+        """Sum up anew what metrics.jsonl has up to a step."""
+        self.trained, self.status.step, self.status.version = TrainedTotals(), step, version
+        for row in Rows(self._metrics).read():
+            if row["step"] <= step:
+                self._count(row)
+
+    def _count(self, row: Mapping[str, Any]) -> int:
+        self.status.ledger_gap = max(self.status.ledger_gap, abs(int(row["buffer/ledger_gap"])))
+        return self.trained.add(row)
 
     def _take_in_actors(self, news: PollResult, now: float) -> None:
         since_s = 0.0 if self._polled_s is None else now - self._polled_s
@@ -229,31 +229,22 @@ class Observer:
         self._polled_s = now
         self.actor_totals.update(now, news.actors, self._reports)
 
-    def _rows(self, news: PollResult) -> Iterator[dict[str, Any]]:
-        for report in news.steps:
-            self._overlap.add_step(report["started_s"], report["finished_s"])
-        for report in news.steps:
-            self._trained_tokens += self._count(report)
-            self.status.step, self.status.version = int(report["step"]), int(report["version"])
-            if report.get("mismatch/lag0_abs") is not None:
-                self.status.mismatch_lag0_abs = report["mismatch/lag0_abs"]
-            lag0_by_actor = report.get("lag0_by_actor") or {}
-            self._lag0 |= {name: mean for name, (mean, num_tokens) in lag0_by_actor.items() if num_tokens}
-            self._trained_rate.begin(report["started_s"] - (report.get("time/wait_for_batch") or 0.0))
-            self._trained_rate.update(report["finished_s"], self._trained_tokens)
-            metrics = {name: value for name, value in report.items() if not isinstance(value, dict)}
-            lags = by_pool(lags_of(report), self.actor_totals.pool_of)
-            row = metrics | self._actor_row() | self._pool_rows(lags, lag0_by_actor)
-            self.status.row = row
-            yield row
+    def _rows(self, steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        for step in steps:
+            self._overlap.add_step(step["started_s"], step["finished_s"])
+        for step in steps:
+            self._trained_tokens += self._count(step)
+            self.status.step, self.status.version = int(step["step"]), int(step["version"])
+            self._trained_rate.begin(step["started_s"] - (step.get("time/wait_for_batch") or 0.0))
+            self._trained_rate.update(step["finished_s"], {"tokens": self._trained_tokens})
+            if step.get("mismatch/lag0_abs") is not None:
+                self.status.mismatch_lag0_abs = step["mismatch/lag0_abs"]
+            metrics = {name: value for name, value in step.items() if not isinstance(value, dict)}
+            self.status.row = metrics | self._actor_columns() | self._pool_columns(step)
+            yield self.status.row
 
-    def _count(self, row: Mapping[str, Any]) -> int:
-        """Enter a step into the totals; returns the completion tokens that it trained."""
-        self.status.ledger_gap = max(self.status.ledger_gap, abs(int(row["buffer/ledger_gap"])))
-        return self.trained.add(row)
-
-    def _actor_row(self) -> dict[str, Any]:
-        """Of all actors and of the weights that they serve, since the row before."""
+    def _actor_columns(self) -> dict[str, Any]:
+        """Return the columns of all actors and of the weights that they serve, since the row before."""
         pauses, self._pauses_s = self._pauses_s, []
         policy_waits_s, self._policy_waits_s = self._policy_waits_s, 0.0
         reports = self._reports.values()
@@ -271,24 +262,25 @@ class Observer:
             "weights/refused": sum(1 for report in reports if report.refused),
         }
 
-    def _pool_rows(
-        self, lags: Mapping[str, Mapping[int, int]], lag0_by_actor: Mapping[str, tuple[float, int]]
-    ) -> dict[str, Any]:
-        row: dict[str, Any] = {}
+    def _pool_columns(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of every pool: the tables of a step by actor, joined with the pools of the actors."""
+        columns: dict[str, Any] = {}
         pool_of = self.actor_totals.pool_of
+        lags, lag0 = by_pool(lags_of(step), pool_of), step.get("lag0_by_actor") or {}
+        self._lag0 |= {actor: mean for actor, (mean, num_tokens) in lag0.items() if num_tokens}
         for pool in sorted(set(pool_of.values())):
-            lag0_abs = _mean_of(each for actor, each in lag0_by_actor.items() if pool_of.get(actor) == pool)
+            lag0_abs = _mean_of(each for actor, each in lag0.items() if pool_of.get(actor) == pool)
             if lag0_abs is not None:
                 self._lag0_of_pool[pool] = lag0_abs
-            engines = self.actor_totals.engines(pool, self._reports.values()).metrics()
-            row |= {f"pool/{pool}/{what}": value for what, value in engines.items()}
-            row |= {
-                f"pool/{pool}/actors": sum(1 for report in self._reports.values() if report.pool == pool),
-                f"pool/{pool}/tokens_per_s": self.actor_totals.tokens_per_s("pool", pool),
-                f"pool/{pool}/lag_mean": _mean_of(lags.get(pool, {}).items()),
-                f"pool/{pool}/mismatch_lag0_abs": lag0_abs,
+            of_pool = {
+                **self.actor_totals.engines(pool, self._reports.values()).metrics(),
+                "actors": sum(1 for report in self._reports.values() if report.pool == pool),
+                "tokens_per_s": self.actor_totals.tokens_per_s("pool", pool),
+                "lag_mean": _mean_of(lags.get(pool, {}).items()),
+                "mismatch_lag0_abs": lag0_abs,
             }
-        return row
+            columns |= {f"pool/{pool}/{what}": value for what, value in of_pool.items()}
+        return columns
 
     # --- the status -------------------------------------------------------------------------------
 
@@ -300,7 +292,7 @@ class Observer:
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
         status.learner = LearnerStatus(
-            tokens_per_s=self._trained_rate.value(self._wall()),
+            tokens_per_s=self._trained_rate.value("tokens", self._wall()),
             waits_for=known.learner_waits_for,
             publishing=known.publishing or "",
             restarts=self._num_restarts,
@@ -310,17 +302,17 @@ class Observer:
         processes = list(self._dated(known.processes))
         status.actors = [self._actor(each) for each in processes if each.role == "actor"]
         status.stages = [self._stage(each) for each in processes if each.role == "stage"]
-        status.services = [each for each in processes if each.role in ("buffer", "weights", "ranker")]
+        status.services = [each for each in processes if each.role not in ("actor", "stage")]
         status.waits = [] if status.ended is not None else waits(status, self._wall())
 
     def _dated(self, processes: Iterable[ProcessStatus]) -> Iterator[ProcessStatus]:
-        """With when each was first seen in the state that it is in."""
+        """Yield the processes with the time at which each was first seen in its state."""
         seen = (*self.status.actors, *self.status.stages, *self.status.services)
-        before = {(each.role, each.number): (each.state, each.restarts, each.since_s) for each in seen}
+        before = {each.name.replace("-", "."): each for each in seen}  # an actor's name is that of its leases
         for each in processes:
-            state, restarts, since_s = before.get((each.role, each.number), ("", 0, 0.0))
-            is_same = (state, restarts) == (each.state, each.restarts)
-            yield msgspec.structs.replace(each, since_s=since_s if is_same else self._wall())
+            then = before.get(each.name)
+            is_same = then is not None and (then.state, then.restarts) == (each.state, each.restarts)
+            yield msgspec.structs.replace(each, since_s=then.since_s if then and is_same else self._wall())
 
     def _pool(self, name: str, wanted: int) -> PoolStatus:
         reports = [report for report in self._reports.values() if report.pool == name]
@@ -332,38 +324,34 @@ class Observer:
             tokens_per_s=self.actor_totals.tokens_per_s("pool", name),
             lag_mean=_mean_of(self.status.lags.get(name, {}).items()),
             mismatch_lag0_abs=self._lag0_of_pool.get(name),
-            engines=self.actor_totals.engines(name, self._reports.values()),
+            engines=self.actor_totals.engines(name, reports),
         )
 
     def _actor(self, process: ProcessStatus) -> ActorStatus:
         name = actor_name(process.number)
         facts = msgspec.structs.asdict(process) | {"name": name}
-        facts |= {"acknowledged": self.actor_totals.acknowledged[name], "mismatch_lag0_abs": self._lag0.get(name)}
+        acknowledged = self.actor_totals.total("acknowledged", "actor", name)
+        facts |= {"acknowledged": acknowledged, "mismatch_lag0_abs": self._lag0.get(name)}
         report, buffer = self._reports.get(name), self._known.status
         if report is None:
             return ActorStatus(**facts)
-        facts |= {
-            "waits_for": report.waiting,
-            "waits_s": report.waiting_s,
-            "refused": report.refused,
-            "running": report.num_running,
-        }
         return ActorStatus(
-            **facts,
+            **facts | {"waits_for": report.waiting},
+            waits_s=report.waiting_s,
+            refused=report.refused,
+            running=report.num_running,
             version=str(PolicyVersion(*report.version)),
             behind=None if buffer is None else max(0, buffer.newest[1] - report.version[1]),
             tokens_per_s=self.actor_totals.tokens_per_s("actor", name),
         )
 
     def _stage(self, process: ProcessStatus) -> ProcessStatus:
-        """The coordinator says itself for whom it waits; the other stages follow it, step by step."""
-        whom = self._known.learner_waits_for
-        if not whom or process.state != "working":
+        """Add what the coordinator waits for; the other stages wait for the coordinator."""
+        waits_for, lead = self._known.learner_waits_for, self._config.learner.num_stages - 1
+        if not waits_for or process.state != "working":
             return process
-        lead = self._config.learner.num_stages - 1
-        return msgspec.structs.replace(
-            process, waits_for=whom if process.number == lead else f"stage.{lead}, the coordinator"
-        )
+        waits_for = waits_for if process.number == lead else f"stage.{lead}, the coordinator"
+        return msgspec.structs.replace(process, waits_for=waits_for)
 
     def _buffer(self, status: Status) -> BufferStatus:
         return BufferStatus(
@@ -386,7 +374,7 @@ class Observer:
             try:
                 self._write_if_quiet()
             except Exception as error:  # the thread must not end: the run would be taken for gone
-                self._complain("what is known of the run cannot be told", error)
+                self._complain("the status of the run cannot be shown", error)
 
     def _write_if_quiet(self) -> None:
         with self._lock:
@@ -395,8 +383,8 @@ class Observer:
                 return
             try:
                 self._known.processes = tuple(self._look()) or self._known.processes
-            except Exception as error:  # one may be taken away under our eyes; the next look, or poll, is right
-                log.info("the processes cannot be looked at just now: %s", error)
+            except Exception as error:  # one may be removed meanwhile; the next look, or poll, is right
+                log.info("the processes cannot be looked at now: %s", error)
             status = self._write()
         self._on_quiet(status)
 
@@ -418,25 +406,8 @@ class Observer:
         self._complained = text
 
 
-def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:
-    """What the parts of an evaluation add up to."""
-    greedy = sum((result.greedy for result in results), start=EvalCounts())
-    sampled = sum((result.sampled for result in results), start=EvalCounts())
-    versions = sorted({result.version for result in results})
-    newest = max(versions, default=PolicyVersion(0, 0))
-    return Accuracy(
-        versions=", ".join(map(str, versions)),
-        policy_version=newest.version,
-        start=newest.incarnation,
-        greedy=greedy.accuracy,
-        sampled=sampled.accuracy,
-        num_problems=sum(result.num_problems for result in results),
-        num_failed=greedy.num_failed + sampled.num_failed,
-    )
-
-
 def _mean_of(weighted: Iterable[tuple[float, int]]) -> float | None:
-    """Mean of (value, weight); None where nothing weighs."""
+    """Return the mean of (value, weight); None without a weight."""
     pairs = list(weighted)
     weight = sum(each for _, each in pairs)
     return sum(value * each for value, each in pairs) / weight if weight else None

@@ -5,7 +5,7 @@ in time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 UNKNOWN_POOL = "unknown"
 """Of tokens whose actor has never reported to this command."""
 ACKNOWLEDGED = ("committed", "duplicate")
-"""Outcomes of samples that the buffer has; a duplicate was committed when it came before, and the answer was lost."""
+"""Outcomes of samples that the buffer has; of a duplicate the first acknowledgement was lost."""
 
 ALL = ("all", "")
 
@@ -77,30 +77,30 @@ def by_pool(lags: Mapping[str, Mapping[int, int]], pool_of: Mapping[str, str]) -
 
 
 class Rate:
-    """Events per second over the last few seconds, from a running total."""
+    """Events per second over the last few seconds, from running totals by name."""
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
-        self._points: list[tuple[float, float]] = []
+        self._points: list[tuple[float, dict[str, float]]] = []
 
-    def update(self, now_s: float, total: float) -> None:
-        """The total was `total` at `now_s`, which is earlier than before if the clock of another host was set back."""
+    def update(self, now_s: float, totals: Mapping[str, float]) -> None:
+        """Take in totals at `now_s`, which is earlier than before if the clock of another host was set back."""
         self._points = [point for point in self._points if point[0] <= now_s]
-        self._points.append((now_s, total))
+        self._points.append((now_s, dict(totals)))
         while len(self._points) > 2 and self._points[1][0] < now_s - self._window_s:
             self._points.pop(0)
 
     def begin(self, now_s: float) -> None:
-        """Count from 0 at `now_s`, where nothing was told before: so the first step counts, however long it was."""
+        """Count from 0 at `now_s` if nothing is known yet: so the first step counts, however long it was."""
         if not self._points:
-            self._points.append((now_s, 0.0))
+            self._points.append((now_s, {}))
 
-    def value(self, now_s: float = -inf) -> float:
-        """Per second, as of `now_s` where that is later than what was told last; 0 before two points are known."""
+    def value(self, name: str, now_s: float = -inf) -> float:
+        """Return events per second as of the newest totals, or of `now_s` if that is later; 0 before two points."""
         if len(self._points) < 2:
             return 0.0
-        (t0, n0), (t1, n1) = self._points[0], self._points[-1]
-        return (n1 - n0) / (max(t1, now_s) - t0) if t1 > t0 else 0.0
+        (t0, before), (t1, after) = self._points[0], self._points[-1]
+        return (after.get(name, 0.0) - before.get(name, 0.0)) / (max(t1, now_s) - t0) if t1 > t0 else 0.0
 
 
 class Fresh:
@@ -110,7 +110,7 @@ class Fresh:
         self._told: dict[str, tuple[float, ...]] = {}
 
     def of(self, actor: str, *counts: float) -> tuple[float, ...]:
-        """How much was counted since the last call, or since the actor was started again: then a count is smaller."""
+        """Return what was counted since the last call, or since a restart of the actor, when a count is smaller."""
         before = self._told.get(actor, (0,) * len(counts))
         self._told[actor] = counts
         new = tuple(now - then for now, then in zip(counts, before, strict=True))
@@ -118,23 +118,23 @@ class Fresh:
 
 
 class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a pool over the last seconds."""
+    """The engines of a pool: means over the last seconds (None if nothing was measured) and counts so far."""
 
     slots: int = 0
     slots_used: float | None = None
-    """Mean share of them; None where no engine is there."""
+    """Share of them."""
     tokens_per_sample: float | None = None
-    """Of the completions that ended; None where none did."""
+    """Of the completions that ended."""
     step_s: float | None = None
-    """That an engine takes for one token of all its samples; None where no step was measured."""
+    """Of one token of all samples of an engine."""
     queued_s: float | None = None
     """That a sample waits within its engine before its first step."""
     kv_usage: float = 0.0
     """Share of the cache of keys and values in use in the fullest of them."""
     preempted: int = 0
-    """Times, so far, that a running sample had to make room in the cache."""
+    """Times that a running sample had to make room in the cache."""
     tokens_lost: int = 0
-    """Tokens, so far, of samples that were neither pushed nor handed on, as far as their actors could count them."""
+    """Tokens of samples that were neither pushed nor handed on, as far as their actors could count them."""
     kv_tokens: int = 0
     """Tokens that the cache of one holds."""
     hand_on_at: int = 0
@@ -142,90 +142,88 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
     moments: list[float] = []
     """What their steps cost, by what runs in them, as `common.sums.Sums` stores it."""
     settled_s: float | None = None
-    """From a completion to its commit, mean."""
+    """From a completion to its commit."""
 
     def metrics(self) -> dict[str, float | None]:
-        """By the last part of their names in the registry."""
+        """Return the metrics of a pool, by the last part of their names in the registry."""
         step_ms, queued_ms = (None if each is None else 1e3 * each for each in (self.step_s, self.queued_s))
         shares = {"slots_used": self.slots_used, "kv_usage": self.kv_usage}
         counts = {"preempted": self.preempted, "tokens_lost": self.tokens_lost}
         return {**shares, "step_ms": step_ms, "queued_ms": queued_ms, **counts}
 
 
-_ENGINE_COUNTS = ("running_s", "samples", "tokens", "steps", "steps_s", "ended", "queued_s", "preempted", "tokens_lost")
-
-
-def _engine_counts(report: ActorReport) -> tuple[float, ...]:
-    engine = report.engine
-    steps = engine.moments[1:3] or (0.0, 0.0)  # number and seconds, as `Moments.as_list` has them
-    made = report.num_samples, report.num_tokens
-    counts = engine.num_preempted, report.num_tokens_lost
-    return report.running_s, *made, *steps, engine.num_ended, engine.queued_s, *counts
+COUNTS: dict[str, Callable[[ActorReport], float]] = {
+    "tokens": lambda report: report.num_tokens,
+    "samples": lambda report: report.num_samples,
+    "acknowledged": lambda report: sum(report.num_outcomes.get(outcome, 0) for outcome in ACKNOWLEDGED),
+    "running_s": lambda report: report.running_s,
+    "steps": lambda report: report.engine.moments[1] if report.engine.moments else 0,
+    "steps_s": lambda report: report.engine.moments[2] if report.engine.moments else 0,
+    "ended": lambda report: report.engine.num_ended,
+    "queued_s": lambda report: report.engine.queued_s,
+    "preempted": lambda report: report.engine.num_preempted,
+    "tokens_lost": lambda report: report.num_tokens_lost,
+}
+"""What is counted of an actor."""
 
 
 class ActorTotals:
-    """What all processes of each actor have done under this command."""
+    """What all processes of the actors have done under this command: of all, of each pool and of each actor."""
 
     def __init__(self) -> None:
-        self.num_tokens: Counter[tuple[str, str]] = Counter({ALL: 0})
-        """Completion tokens of each ("pool" or "actor", its name), and of all."""
         self.pool_of: dict[str, str] = {}
         """Actor -> pool, also of those that are gone: their tokens may still be trained."""
-        self.acknowledged: Counter[str] = Counter()
-        """Actor -> samples of which the buffer told it that it has them."""
         self._fresh = Fresh()
+        self._totals: dict[tuple[str, str], Counter[str]] = {ALL: Counter()}
+        """("pool" or "actor", its name) -> name in `COUNTS` -> how many."""
         self._rates: dict[tuple[str, str], Rate] = {}
-        self._engines: dict[str, list[float]] = {}
-        """Pool -> its `_ENGINE_COUNTS`."""
-        self._engine_rates: dict[str, list[Rate]] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
         """Take in a poll: reports of some of the actors, and the names of all that work. `now_s` only grows."""
         for report in reports:
             self.pool_of[report.name] = report.pool
-            committed = sum(report.num_outcomes.get(outcome, 0) for outcome in ACKNOWLEDGED)
-            tokens, acknowledged, *engine = self._fresh.of(
-                report.name, report.num_tokens, committed, *_engine_counts(report)
-            )
-            self.acknowledged[report.name] += int(acknowledged)
+            new = self._fresh.of(report.name, *(count(report) for count in COUNTS.values()))
             for key in (ALL, ("pool", report.pool), ("actor", report.name)):
-                self.num_tokens[key] += int(tokens)
-            before = self._engines.get(report.pool, [0.0] * len(engine))
-            self._engines[report.pool] = [total + new for total, new in zip(before, engine, strict=True)]
+                self._totals.setdefault(key, Counter()).update(dict(zip(COUNTS, new, strict=True)))
         alive = set(working)
-        for key, total in self.num_tokens.items():
+        for key, totals in self._totals.items():
             if key[0] != "actor" or key[1] in alive:
-                self._rates.setdefault(key, Rate()).update(now_s, total)
+                self._rates.setdefault(key, Rate()).update(now_s, totals)
             else:
                 self._rates.pop(key, None)
-        for pool, totals in self._engines.items():
-            rates = self._engine_rates.setdefault(pool, [Rate() for _ in totals])
-            for rate, count in zip(rates, totals, strict=True):
-                rate.update(now_s, count)
+
+    def total(self, what: str, kind: str = ALL[0], name: str = ALL[1]) -> int:
+        """Return how many of a pool, of an actor, or of all."""
+        return int(self._totals.get((kind, name), Counter())[what])
+
+    def per_s(self, what: str, kind: str = ALL[0], name: str = ALL[1]) -> float:
+        """Return how many per second, over the last seconds."""
+        rate = self._rates.get((kind, name))
+        return 0.0 if rate is None else rate.value(what)
 
     def tokens_per_s(self, kind: str = ALL[0], name: str = ALL[1]) -> float:
-        """Over the last seconds: of a "pool", of an "actor", or of all."""
-        rate = self._rates.get((kind, name))
-        return 0.0 if rate is None else rate.value()
+        return self.per_s("tokens", kind, name)
 
     def engines(self, pool: str, reports: Iterable[ActorReport]) -> PoolEngines:
-        """Of a pool; `reports` are the newest ones of all actors that work."""
+        """Describe those of a pool; `reports` are the newest ones of all actors that work."""
         there = [report for report in reports if report.pool == pool]
         slots = sum(report.num_slots for report in there)
-        rates = [rate.value() for rate in self._engine_rates.get(pool, [])] or [0.0] * len(_ENGINE_COUNTS)
-        running, samples, tokens, steps, steps_s, ended, queued_s, *_ = rates
-        *_, preempted, tokens_lost = self._engines.get(pool, [0.0] * len(_ENGINE_COUNTS))
         moments = [report.engine.moments for report in there if report.engine.moments]
         settled = sum(sum(report.num_outcomes.values()) for report in there)
+
+        def ratio(what: str, whole: str) -> float | None:
+            wholes = self.per_s(whole, "pool", pool)
+            return self.per_s(what, "pool", pool) / wholes if wholes else None
+
         return PoolEngines(
             slots=slots,
-            slots_used=running / slots if slots else None,
-            tokens_per_sample=tokens / samples if samples else None,
-            step_s=steps_s / steps if steps else None,
-            queued_s=queued_s / ended if ended else None,
+            slots_used=self.per_s("running_s", "pool", pool) / slots if slots else None,
+            tokens_per_sample=ratio("tokens", "samples"),
+            step_s=ratio("steps_s", "steps"),
+            queued_s=ratio("queued_s", "ended"),
             kv_usage=max((report.engine.kv_usage for report in there), default=0.0),
-            preempted=int(preempted),
-            tokens_lost=int(tokens_lost),
+            preempted=self.total("preempted", "pool", pool),
+            tokens_lost=self.total("tokens_lost", "pool", pool),
             kv_tokens=max((report.engine.kv_tokens for report in there), default=0),
             hand_on_at=max((report.hand_on_at for report in there), default=0),
             moments=[sum(each) for each in zip(*moments, strict=True)],
@@ -239,7 +237,7 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals in order."""
+    """Return the union as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -259,7 +257,7 @@ def shared(left: Iterable[Interval], right: Iterable[Interval]) -> float:
 
 
 OPEN_STEPS = 64
-"""What an actor tells later of its time in an older step is not counted: it tells at every poll."""
+"""Newest steps for which later reports of actors still count."""
 
 
 class OverlapMeter:

@@ -1,15 +1,13 @@
 """Trace: an append-only Chrome trace of a run, written as it happens (docs/reports.md lists the spans).
 
-The form is the JSON array of the Trace Event Format, one event per line. The array is never closed: Perfetto and
-chrome://tracing accept it so, also of a run that lives or was killed. `X` events are spans, `C` counters, `i` moments,
-`M` names; times are microseconds since the Unix epoch. A role is a process of the trace and a kind of span a track.
-At ROTATE_BYTES the file is moved to `timeline.json.1`, which replaces an older one.
+The form is the JSON array of the Trace Event Format, one event per line; it is never closed, which Perfetto and
+chrome://tracing accept. `X` events are spans, `C` counters, `i` moments, `M` names; times are microseconds of the Unix
+epoch. A role is a process of the trace and a kind of span a track. At ROTATE_BYTES the file becomes `timeline.json.1`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -30,20 +28,14 @@ log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 64 * 2**20
 GAP_US, LONGEST_US = 1_000, 20_000_000
-"""Intervals of generation closer than the first are one span, up to the second: a kill loses no more than that."""
+"""Intervals of generation closer than the first are one span, up to the length of the second, which a kill may lose."""
 STEP_TIMES = ("reference", "forward", "loss", "backward", "optimizer", "publish")
 TRACKS = {"phase": 1, "evaluate": 2, "step": 3, "wait_for_batch": 3, "generate": 4, "update": 5, "state": 6}
 TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates", "state")
-NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4, "actors": 5}
+NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4}
 ROLES = ("buffer", "weights", "ranker", "stage", "actor")
 FIRST_NUMBERS = {role: 100_000 * place for place, role in enumerate(ROLES, 1)}
 """First process number of each role: "stage-3" is process 500003 of the trace."""
-COUNTERS = {
-    "lag (versions)": {"mean": "lag/token_mean", "greatest": "lag/token_max"},
-    "tokens per second": {"generated": "perf/generated_tokens_per_s", "trained": "perf/trained_tokens_per_s"},
-    "reward": {"mean": "reward/mean"},
-}
-"""Counters of the learner, one value per step: name -> series -> metric."""
 
 
 class Event(msgspec.Struct, omit_defaults=True):
@@ -124,7 +116,7 @@ class Trace:
         self._generating: dict[str, Event] = {}
         self._ended_us: dict[tuple[int, int], int] = {}
         self._named: set[tuple[int, int]] = set()
-        self._counted: dict[tuple[str, str], Mapping[str, object]] = {}
+        self._num_ready = -1
         self._lasting: dict[tuple[str, str], tuple[str, float]] = {}  # role and kind -> phase or state, and since when
         self._fresh = Fresh()
         self._complained = ""
@@ -139,22 +131,19 @@ class Trace:
 
     def take_in(self, news: PollResult, rows: list[dict[str, Any]]) -> None:
         """Write what a poll of the roles returned, and the metrics of its steps."""
+        now_s = self._wall()
         for row in rows:
             self._step(row)
         for report in news.actors:
             self._actor(report)
-        now = {f"{process.role}-{process.number}": process.state for process in news.processes}
-        gone = [who for who, what in self._lasting if what == "state" and who not in now] if now else []
-        for who, state in {**now, **dict.fromkeys(gone, "")}.items():
+        states = {f"{process.role}-{process.number}": process.state for process in news.processes}
+        gone = [who for who, what in self._lasting if what == "state" and who not in states] if states else []
+        for who, state in {**states, **dict.fromkeys(gone, "")}.items():
             self._switch(who, "state", state)
         if (status := news.status) is not None:
-            self._count("buffer", "groups ready", self._wall(), {"ready": status.num_ready_groups})
-            samples = {name.replace("_", " "): status.ledger.get(name) for name in ("in_flight", "waiting")}
-            self._count("buffer", "samples", self._wall(), samples)
-        running = {report.name: report.num_running for report in news.actors}
-        self._count("actors", "samples running", self._wall(), running)
+            self._ready(status.num_ready_groups, now_s)
         for who, span in list(self._generating.items()):
-            if self._wall() - span.end_s > 1.0:
+            if now_s - span.end_s > 1.0:
                 self._write(self._generating.pop(who))
 
     def phase(self, text: str) -> None:
@@ -186,36 +175,33 @@ class Trace:
     def _step(self, row: Mapping[str, Any]) -> None:
         start_s, end_s, wait_s = row["started_s"], row["finished_s"], row.get("time/wait_for_batch") or 0.0
         if wait_s > 0:
-            self._span("learner", "wait_for_batch", start_s - wait_s, start_s, "wait for batch", step=row["step"])
+            waited = self._span("learner", "wait_for_batch", start_s - wait_s, start_s, "wait for batch")
+            self._write(waited, step=row["step"])
         args = {name: row.get(f"time/{name}") for name in STEP_TIMES}
         args |= {name: row.get(name) or None for name in ("skipped", "restarts")}
         args |= {"step": row["step"], "version": row["version"]}
         args |= {"lag_mean": row.get("lag/token_mean"), "lag_max": row.get("lag/token_max")}
         args["tokens"] = 0 if row.get("skipped") else row.get("batch/completion_tokens")
-        self._span("learner", "step", start_s, end_s, f"step {row['step']}", **args)
-        for name, series in COUNTERS.items():
-            self._count("learner", name, end_s, {key: row.get(metric) for key, metric in series.items()})
+        self._write(self._span("learner", "step", start_s, end_s, f"step {row['step']}"), **args)
 
     def _actor(self, report: ActorReport) -> None:
         samples, tokens = self._fresh.of(report.name, report.num_samples, report.num_tokens)
         for start_s, end_s in report.busy_intervals:
-            counts = {"num_samples": samples, "num_tokens": tokens}
-            span = self._made(report.name, "generate", start_s, end_s, "generate", pool=report.pool, **counts)
-            samples = tokens = 0
-            before = self._generating.get(report.name)
+            span, before = self._span(report.name, "generate", start_s, end_s), self._generating.get(report.name)
             if before is not None and before.ts <= span.ts <= before.ts + before.dur + GAP_US <= before.ts + LONGEST_US:
                 before.dur = max(before.dur, span.ts + span.dur - before.ts)
-                for key in counts:
-                    before.args[key] += span.args[key]
-                continue
-            if before is not None:
+                span = before
+            elif before is not None:
                 self._write(before)
+            counts = {"num_samples": samples, "num_tokens": tokens}  # all since the last report: of its first span
+            span.args = {"pool": report.pool} | {key: span.args.get(key, 0) + new for key, new in counts.items()}
+            samples = tokens = 0
             self._generating[report.name] = span
         for update in report.updates:
             start, number = update.version
             args = {"pool": report.pool, "version": number, "start": start}
             args |= {"busy_s": update.pause_s, "load_s": update.load_s}
-            self._span(report.name, "update", update.start_s, update.end_s, "weight update", **args)
+            self._write(self._span(report.name, "update", update.start_s, update.end_s, "weight update"), **args)
 
     def _switch(self, who: str, what: str, name: str, **args: object) -> None:
         """Set the phase or state of a role, '' for none, and write the span of the one before."""
@@ -224,7 +210,7 @@ class Trace:
         if name == before:
             return
         if before not in ("", "working"):  # the other spans show what a working process does
-            self._span(who, what, since_s, now_s, before, **args)
+            self._write(self._span(who, what, since_s, now_s, before), **args)
         self._lasting[who, what] = name, now_s
         if not name:
             del self._lasting[who, what]
@@ -244,31 +230,20 @@ class Trace:
             if not tid:
                 self._write(Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid}))
 
-    def _made(self, who: str, what: str, start_s: float, end_s: float, name: str, **args: object) -> Event:
+    def _span(self, who: str, what: str, start_s: float, end_s: float, name: str = "") -> Event:
+        times = {"ts": round(1e6 * start_s), "dur": round(1e6 * (end_s - start_s))}
+        name, pid = printable(name or what, 200), self._process(who)
+        return Event(ph="X", name=name, pid=pid, tid=TRACKS[what], cat=what, who=who, **times)
+
+    def _ready(self, num_groups: int, now_s: float) -> None:
+        if num_groups != self._num_ready:
+            self._num_ready, pid = num_groups, self._process("buffer")
+            args, ts = {"ready": num_groups}, round(1e6 * now_s)
+            self._write(Event(ph="C", name="groups ready", pid=pid, tid=0, ts=ts, args=args, who="buffer"))
+
+    def _write(self, event: Event, **args: object) -> None:
         known = {key: round(each, 4) if isinstance(each, float) else each for key, each in args.items()}
-        return Event(
-            ph="X",
-            name=printable(name, 200),
-            pid=self._process(who),
-            tid=TRACKS[what],
-            ts=round(1e6 * start_s),
-            cat=what,
-            dur=round(1e6 * (end_s - start_s)),
-            args={key: each for key, each in known.items() if each is not None},
-            who=who,
-        )
-
-    def _span(self, who: str, what: str, start_s: float, end_s: float, name: str, **args: object) -> None:
-        self._write(self._made(who, what, start_s, end_s, name, **args))
-
-    def _count(self, who: str, name: str, moment_s: float, values: Mapping[str, object]) -> None:
-        known = {key: each for key, each in values.items() if isinstance(each, int | float) and math.isfinite(each)}
-        if known and known != self._counted.get((who, name)):
-            self._counted[who, name] = known
-            ts = round(1e6 * moment_s)
-            self._write(Event(ph="C", name=name, pid=self._process(who), tid=0, ts=ts, args=known, who=who))
-
-    def _write(self, event: Event) -> None:
+        event.args = event.args | {key: each for key, each in known.items() if each is not None}
         if self._size >= ROTATE_BYTES and self._path.is_file():
             self._rotate()
         if event.ph == "X":
@@ -289,7 +264,7 @@ class Trace:
             self._file, full = self._path.open("ab", buffering=0), self._file
             full.close()
             self._named.clear()
-            self._counted.clear()
+            self._num_ready = -1
             self._append(b"[\n")
 
     def _append(self, line: bytes) -> None:

@@ -1,14 +1,16 @@
-"""Tripwires: what the roles report is looked at, poll by poll, for what goes wrong without failing.
+"""Tripwires: alerts on what goes wrong without failing, checked at every poll.
 
-    mismatch    an actor and the learner give the same tokens at the same version other log-probabilities
-    stuck       the learner takes updates and none is published; or an actor serves an old version all the time
-    behind      an actor is more than max_actor_lag behind the newest published version all the time
+    mismatch    an actor and the learner compute other log-probabilities of the same tokens at the same version
+    stuck       the learner takes updates and publishes none, or an actor serves one old version
+    behind      an actor stays more than max_actor_lag behind the newest published version
     publishing  published weights wait for something, such as space on the disk
-    refused     an actor refused an update and keeps the version that it has
+    refused     an actor refused an update and keeps its version
     failing     a reward function of an actor fails on one sample after the other, always for the same reason
     unstable    the reward falls while the samples are old, or the policy moves away from them (`Stability`)
+    fidelity    the lengths trained are not those generated
+    damage      blocks of records of the buffer are damaged
 
-Each is told once, and once more as `..._ended`; a refusal has no end of its own.
+Each is reported once, and once more as `..._ended`; a refusal has no end of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 
 from actors.report import ActorReport
 from algorithms.corrections import WeighedSection
+from buffer.protocol import Status
 from common.staleness import PolicyVersion, StalenessContract
 from launch.config import Action, Config, LaunchConfig
 from launch.observe.status import PollResult
@@ -30,21 +33,19 @@ from launch.pools import actor_pools
 
 LEARNER = "learner"
 STUCK_AFTER_S = 300.0
-"""A learner that publishes nothing, or an actor that serves one old version, for so long. A version takes seconds, of a
-large model minutes."""
+"""Seconds without a new version, which takes seconds, and minutes of a large model."""
 BEHIND_AFTER_S = 30.0
-"""An actor beyond its bound for so long: it starts no sample meanwhile, and is mostly in the middle of an update."""
+"""Seconds beyond the bound, in which an actor starts no sample; most are in the middle of an update."""
 MISMATCH_TOKENS = 32
-"""So few tokens are not judged, but kept for the next look."""
+"""Fewer tokens are kept for the next step before they are judged."""
 MISMATCH_ENDS = 0.5
 """Share of the limit below which a mismatch is over: around the limit it would come and go."""
 FAILING_SAMPLES = 200
-"""In a row, in one actor and for one reason: no function that works now and then is taken for one that does not."""
+"""Samples in a row, in one actor and for one reason, after which a reward function counts as broken."""
 FAILING_TIMEOUTS = 5
-"""Limits of time, and samples in a row, after which nobody waits for a function that takes too long: each costs a
-whole limit, and hundreds of them hours."""
+"""The same for samples, and time limits, of a function that times out: each costs a whole limit."""
 PUBLISHING_S = 3.0
-"""Shorter waits of a publisher are nothing to tell."""
+"""Shorter waits of a publisher are not reported."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +56,25 @@ class Trip:
     who: str
     text: str
     action: Action | None = None
-    """What is to be done; None where telling is all."""
+    """What is to be done beyond the report."""
 
 
 class Tripwires:
-    """Looks at every poll; says what tripped, and leaves acting to its caller."""
+    """Looks at every poll and returns what tripped; acting on it is its caller's part."""
 
     def __init__(
         self, config: Config, contract: StalenessContract, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Nothing has tripped. `clock` is monotonic seconds."""
-        self._config = config.launch
-        self._contract = contract
+        """`clock` is monotonic seconds."""
+        self._config, self._contract, self._clock = config.launch, contract, clock
         self._mismatch_limits = {
             pool.name: mismatch_limit(config.launch, pool.config.dtype, config.learner.precision)
             for pool in actor_pools(config)
         }
-        """By pool of actors: of the mean absolute difference of log-probabilities."""
+        """Of the mean absolute difference of log-probabilities, by pool of actors."""
         self._stability = Stability(config)
-        self._clock = clock
+        self.foreseen = self._stability.foreseen
+        """What is known to go wrong before the first step; empty if nothing is."""
         self._standing: dict[tuple[str, str], Trip] = {}
         self._since: dict[tuple[str, str], tuple[object, float]] = {}
         self._reports: dict[str, tuple[ActorReport, float]] = {}
@@ -82,26 +83,21 @@ class Tripwires:
         self._refused: dict[str, str] = {}
 
     @property
-    def foreseen(self) -> str:
-        """What can be said before the first step; empty where there is nothing to say."""
-        return self._stability.foreseen
-
-    @property
     def standing(self) -> list[Trip]:
         """What tripped and is not over, oldest first, in its newest words."""
         return list(self._standing.values())
 
     def look(self, news: PollResult, *, evaluating: bool = False) -> list[Trip]:
-        """Take in a poll; returns what tripped or ended with it.
+        """Take in a poll; return what tripped or ended with it.
 
-        An evaluation that goes on holds actors at one version: that is not held against them.
+        An evaluation in progress holds actors at one version, which is no alert.
         """
         now = self._clock()
         for report in news.actors:
             self._reports[report.name] = report, now
         if news.working is not None:
             self._forget(set(self._reports) - news.working)
-        trips = [*self._look_at_rows(news), *self._look_at_learner(news, now)]
+        trips = [*self._look_at_rows(news), *self._look_at_learner(news, now), *self._look_at_buffer(news.status)]
         for report, heard_s in list(self._reports.values()):
             trips += self._look_at_actor(report, now - heard_s, now, evaluating)
         return trips
@@ -134,7 +130,7 @@ class Tripwires:
         yield from self._hold("mismatch", who, text if trips else "", action, f"{name} and the learner agree again")
 
     def _mismatch_limit_of(self, who: str) -> float:
-        """That of its pool; of all together, or of one that has not reported yet, the widest."""
+        """Return that of its pool; the widest for all together and for an actor that has not reported."""
         widest = max(self._mismatch_limits.values())
         report, _ = self._reports.get(who, (None, 0.0))
         return widest if report is None else self._mismatch_limits.get(report.pool, widest)
@@ -160,6 +156,18 @@ class Tripwires:
             text = f"published weights wait for {news.publishing}; training goes on as far as the bound allows"
             waits = text if news.publishing and lasts_s >= PUBLISHING_S else ""
             yield from self._hold("publishing", LEARNER, waits, None, "published weights wait for nothing any more")
+
+    def _look_at_buffer(self, status: Status | None) -> Iterator[Trip]:
+        if status is None:
+            return
+        lengths = (
+            f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}); see "
+            "buffer.sampler = 'length_balanced'"
+        )
+        damaged = f"{status.num_damaged} blocks of records of the buffer are damaged; see `leeway buffer verify`"
+        ended = "the lengths trained are those generated again"
+        yield from self._hold("fidelity", "buffer", lengths if status.fidelity_alarm else "", None, ended)
+        yield from self._hold("damage", "buffer", damaged if status.num_damaged else "", None, "no record is damaged")
 
     # --- an actor ---------------------------------------------------------------------------------
 
@@ -200,7 +208,7 @@ class Tripwires:
         yield from self._hold("failing", report.name, text, config.on_failing, ended)
 
     def _forget(self, names: set[str]) -> None:
-        """These are out of the run, or are being started again."""
+        """Forget actors that are out of the run, or are being restarted."""
         for name in names:
             for table in (self._reports, self._differences, self._refused):
                 table.pop(name, None)
@@ -211,7 +219,7 @@ class Tripwires:
     # --- what lasts -------------------------------------------------------------------------------
 
     def _lasts(self, kind: str, who: str, state: object, now: float) -> float:
-        """For how many seconds it has been in this state; 0 where that is empty."""
+        """Return for how many seconds it has been in this state; 0 if that is empty."""
         key = kind, who
         if not state:
             self._since.pop(key, None)
@@ -223,7 +231,7 @@ class Tripwires:
         return now - since_s
 
     def _hold(self, kind: str, who: str, text: str, action: Action | None, ended: str) -> Iterator[Trip]:
-        """Tell what begins, where there is a text, and what ends, where there is none any more."""
+        """Yield what begins, if there is a text, and what ends, if there no longer is one."""
         key = kind, who
         if text:
             trip = Trip(kind, who, text, action)
@@ -235,14 +243,14 @@ class Tripwires:
 
 
 def mismatch_limit(config: LaunchConfig, *dtypes: str) -> float:
-    """The limit that the config gives, else one for the dtypes in which engines and learner compute."""
+    """Return the limit of the config, else one for the dtypes in which engines and learner compute."""
     if config.mismatch_limit is not None:
         return config.mismatch_limit
     return 1e-3 if all(dtype in ("float32", "float64") for dtype in dtypes) else 0.2
 
 
 def _differences(row: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """The mean difference at lag 0 and of how many tokens: by actor, or of all together where the step does not say."""
+    """Return the mean difference at lag 0 and its number of tokens: by actor, or of all together in older rows."""
     all_together = {LEARNER: (row.get("mismatch/lag0_abs"), row.get("mismatch/lag0_tokens") or 0)}
     by_actor: Mapping[str, tuple[float | None, int]] = row.get("lag0_by_actor", all_together)
     return {
@@ -262,13 +270,12 @@ def _because(text: str | None, before: str) -> str:
 
 
 WINDOW = 20
-"""Steps whose mean reward is compared; with a few hundred samples each, little noise is left in it."""
-FELL_BY_ERRORS = 4.0
-"""Standard errors that the mean of a window has to be below that of the best one."""
-FELL_BY_STD = 0.2
-"""And standard deviations of the rewards of single samples: a healthy run swings by less than half of that."""
+"""Steps whose mean reward is compared."""
+FELL_BY_ERRORS, FELL_BY_STD = 4.0, 0.2
+"""How far the mean of a window is below that of the best: standard errors, and standard deviations of single rewards. A
+healthy run swings by less than half of the second."""
 ENDS_AT = 0.5
-"""Share of these limits below which it is over: around one limit it would come and go."""
+"""Share of these limits below which it is over."""
 LOW_ESS = 0.8
 """Share of the sequences that count; above it the data are nearly the policy's own."""
 LARGE_DRIFT = 0.1
@@ -276,13 +283,13 @@ LARGE_DRIFT = 0.1
 
 
 class _Window(NamedTuple):
-    """So many steps in a row; NaN is not known."""
+    """Means over steps in a row; NaN if unknown."""
 
     first: int
     last: int
     reward: float
-    """Mean over the steps, as all that follows it."""
     squared_error: float
+    """Of that mean."""
     std: float
     """Of the rewards of a step's samples."""
     ess: float
@@ -306,20 +313,16 @@ class Stability:
     """Takes in the rows of the steps, and has a sentence while they are unstable."""
 
     def __init__(self, config: Config) -> None:
-        """Nothing has been seen; `config` says what the run has not tried."""
         self._config = config
         algorithm = config.algorithm
         self._is_unweighted = isinstance(algorithm, WeighedSection) and not algorithm.corrections
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=2 * WINDOW)
         self._best: _Window | None = None
-        self.text = ""
-        """What is wrong, and what to try; empty while nothing is."""
-        self.ended = ""
-        """What is said when it is over."""
+        self.text = self.ended = ""
+        """What is wrong, with what to try (empty if nothing is), and the text for when it is over."""
 
     @property
     def foreseen(self) -> str:
-        """What can be said before the first step; empty where there is nothing to say."""
         config = self._config
         if not self._is_unweighted or config.weight_sync.max_lag == 0:
             return ""
@@ -329,11 +332,11 @@ class Stability:
         )
 
     def take_in(self, row: Mapping[str, Any]) -> None:
-        """A step was taken; a skipped one says nothing."""
+        """Take in the row of a step; a skipped one counts as none."""
         if row.get("skipped") or row.get("reward/mean") is None:
             return
         if self._rows and row["step"] <= self._rows[-1]["step"]:
-            self._rows.clear()  # the learner was started again, and takes these steps anew
+            self._rows.clear()  # the learner was restarted, and takes these steps again
         self._rows.append(row)
         if len(self._rows) < 2 * WINDOW:
             return
@@ -357,7 +360,7 @@ class Stability:
         self.ended = f"the reward is {now}, and the policy near enough to its samples"
 
     def _remedy(self) -> str:
-        """The next thing to try; weights first, for they cost nothing."""
+        """Return what to try next: weights first, which cost nothing."""
         config = self._config
         if self._is_unweighted:
             return 'algorithm.corrections = ["token_tis"], of which this run has none'

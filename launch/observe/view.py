@@ -1,34 +1,31 @@
-"""View: a run on a terminal of any size, as panes of `rich.layout`."""
+"""View: a run on a terminal of any size, and in a sentence."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.layout import Layout
-from rich.table import Table
 from rich.text import Text
 
 from buffer.ledger import COUNTS
-from launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunStatus
+from launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunEvent, RunStatus
 from launch.text import duration, number, share_of, shortened
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Colours of the pools in their order; they repeat after the last."""
 MARK = "◂ bound"
 MAX_LAG_ROWS = 8
-NAME_WIDTH, NARROW, TWO_COLUMNS = 10, 50, 150
-"""Columns of the names of panes; from which width on they are shown; from which width on panes stand in two columns."""
+NAME_WIDTH, NARROW = 10, 50
+"""Columns of the names of panes, and the width of a screen from which they are shown."""
 DROPPED_FIRST = ("services", "stages", "events", "actors")
 """Panes that small screens do without."""
 OUTSIDE = ("duplicates", "late", "quarantined")
 TRAINING = "training"
 """The phase in which steps are taken."""
 NUM_WAITS, NUM_REASONS, MAX_REASON = 3, 3, 60
-
-Cell = str | Text
-Row = Sequence[Cell]
 
 
 # --- a run in a sentence ------------------------------------------------------------------------------
@@ -70,31 +67,28 @@ def commonest(by_reason: Mapping[str, int], most: int = NUM_REASONS) -> str:
     return "; ".join(named)
 
 
-# --- the panes ----------------------------------------------------------------------------------------
+# --- the view -----------------------------------------------------------------------------------------
 
 
-class Pane:
-    """Rows of cells under one name: a renderable that says how many rows it left out for want of height."""
+class Pane(NamedTuple):
+    """Rows under one name."""
 
-    def __init__(self, name: str, rows: Sequence[Row], least: int = 1, *, keeps_end: bool = False) -> None:
-        self.name, self.rows, self.least, self._keeps_end = name, rows, least, keeps_end
+    name: str
+    rows: Sequence[Text]
+    least: int = 1
+    """Rows that it keeps if the screen is small."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows, height = list(self.rows), options.height or len(self.rows)
-        if len(rows) > height and self._keeps_end:
+    def lines(self, width: int, height: int) -> list[Text]:
+        """Return up to `height` lines: of events the last, of others the first and how many are missing."""
+        rows = list(self.rows)
+        if len(rows) > height and self.name == "events":
             rows = rows[-height:]
-        elif len(rows) > height > 1 and self.name:
-            rows = [*rows[: height - 1], [Text(f"... and {len(rows) - height + 1} more", style="dim")]]
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        if options.max_width >= NARROW and self.name:
-            rows = [[Text("" if place else self.name, style="bold"), *row] for place, row in enumerate(rows)]
-            grid.add_column(no_wrap=True, min_width=NAME_WIDTH - 2)
-        for place in range(max((len(row) for row in self.rows), default=0)):
-            names = [_safe(row[0]).cell_len for row in self.rows if len(row) > 1]  # only the last column is cut
-            grid.add_column(no_wrap=True, overflow="ellipsis", min_width=max(names, default=0) * (place == 0) or None)
-        for row in rows:
-            grid.add_row(*map(_safe, row))
-        yield grid
+        elif len(rows) > height:
+            rows = [*rows[: height - 1], Text(f"... and {len(rows) - height + 1} more", style="dim")][:height]
+        if width >= NARROW:
+            names = (Text(f"{self.name if not place else '':<{NAME_WIDTH}}", "bold") for place in range(len(rows)))
+            rows = [name.append_text(row) for name, row in zip(names, rows, strict=True)]
+        return [_cut(row, width) for row in rows]
 
 
 def lag_bars(status: RunStatus, width: int, *, ascii_only: bool = False) -> list[Text]:
@@ -124,19 +118,30 @@ def lag_bars(status: RunStatus, width: int, *, ascii_only: bool = False) -> list
     return bars
 
 
-def _safe(cell: Cell) -> Text:
-    """Return a cell without characters that move the cursor: texts of processes may hold any."""
-    text = Text(cell) if isinstance(cell, str) else cell
-    if text.plain.isprintable():
-        return text
-    return Text("".join(char if char.isprintable() else " " for char in text.plain), style=text.style)
+def _cut(row: Text, width: int) -> Text:
+    """Return a row without characters that move the cursor, which texts of processes may hold, cut to a width."""
+    if not row.plain.isprintable():
+        row.plain = "".join(char if char.isprintable() else " " for char in row.plain)
+    row.truncate(width, overflow="ellipsis")
+    return row
 
 
 def _pool_style(pools: Sequence[str], pool: str) -> str:
     return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
 
 
-def _head(status: RunStatus, now_s: float, gone: str, note: str, width: int) -> list[Row]:
+def _packed(parts: Iterable[str], width: int) -> list[Text]:
+    """Put parts beside each other, on as many lines as they need."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return list(map(Text, lines))
+
+
+def _head(status: RunStatus, now_s: float, gone: str, note: str, width: int) -> list[Text]:
     ended = status.ended
     if ended is not None:
         state, style = ended.text, "green" if ended.exit_status == 0 else "red"
@@ -147,21 +152,10 @@ def _head(status: RunStatus, now_s: float, gone: str, note: str, width: int) -> 
     if note:
         first.append(f"[{note}]", style="reverse").append("  ")
     done = round(30 * min(1.0, status.step / max(1, status.num_steps)))
-    words = f" step {status.step}/{status.num_steps}  version {status.version}"
+    words = f"step {status.step}/{status.num_steps}  version {status.version}"
     published = f", published {status.published}" if status.published else ""
-    progress = Text.assemble(words.strip() + published + "  ", ("━" * done, "green"), ("━" * (30 - done), "dim"))
-    return [[first.append(state, style=style)], [progress], *_packed(_figures(status), width)]
-
-
-def _packed(parts: Iterable[str], width: int) -> list[Row]:
-    """Put parts beside each other, on as many lines as they need."""
-    lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + 2 + len(part) <= width:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(part)
-    return [[line] for line in lines]
+    progress = Text.assemble(words, published, "  ", ("━" * done, "green"), ("━" * (30 - done), "dim"))
+    return [first.append(state, style=style), progress, *_packed(_figures(status), width)]
 
 
 def _figures(status: RunStatus) -> Iterator[str]:
@@ -169,71 +163,78 @@ def _figures(status: RunStatus) -> Iterator[str]:
     yield f"loss {number(status.row.get('loss'))}"
     yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}"
     yield f"mismatch {number(status.mismatch_lag0_abs)}"
-    learner = status.learner
     yield f"tokens/s generated {status.generated_tokens_per_s:,.0f}"
-    yield f"trained {learner.tokens_per_s:,.0f}"
+    yield f"trained {status.learner.tokens_per_s:,.0f}"
     if (busy := status.learner_busy_frac) is not None:
         yield f"learner busy {busy:.0%}, step {status.row['time/step']:.2f} s"
     if status.evaluations:
         first, last = (number(status.evaluations[place].greedy) for place in (0, -1))
         known = f"{first} -> {last}" if len(status.evaluations) > 1 else last
         yield f"accuracy {known} (version {status.evaluations[-1].versions})"
-    if learner.restarts:
-        yield f"learner restarts {learner.restarts}"
+    if status.learner.restarts:
+        yield f"learner restarts {status.learner.restarts}"
 
 
-def _pool(pool: PoolStatus, names: Sequence[str]) -> Row:
+def _pools(status: RunStatus) -> Iterator[Text]:
+    width, names = max((len(pool.name) for pool in status.pools), default=0), sorted(status.lags)
+    for pool in status.pools:
+        yield Text.assemble(
+            (f"{pool.name:<{width}}  ", f"bold {_pool_style(names, pool.name)}"),
+            (f"{pool.working}/{pool.wanted} work", "yellow" if pool.working < pool.wanted else ""),
+            f"  {pool.tokens_per_s:>5,.0f} tokens/s  {pool.running:>4} running  lag {number(pool.lag_mean)}"
+            f"  mismatch {number(pool.mismatch_lag0_abs)}  {'  '.join(filter(None, _engines(pool)))}",
+        )
+
+
+def _engines(pool: PoolStatus) -> Iterator[str]:
     engines = pool.engines
-    more = [
-        "" if engines.slots_used is None else f"{engines.slots_used:.0%} of {engines.slots} slots",
-        "" if engines.step_s is None else f"step {1e3 * engines.step_s:.1f} ms",
-        f"cache {engines.kv_usage:.0%}" if engines.kv_usage else "",
-        f"{engines.preempted} preempted" if engines.preempted else "",
-        f"{engines.tokens_lost} tokens lost" if engines.tokens_lost else "",
-        f"hands on at {engines.hand_on_at} tokens" if engines.hand_on_at else "",
-    ]
-    return [
-        Text(pool.name, style=f"bold {_pool_style(names, pool.name)}"),
-        Text(f"{pool.working}/{pool.wanted} work", style="yellow" if pool.working < pool.wanted else "")
-        + f"  {pool.tokens_per_s:>5,.0f} tokens/s  {pool.running:>4} running  lag {number(pool.lag_mean)}"
-        + f"  mismatch {number(pool.mismatch_lag0_abs)}  {'  '.join(filter(None, more))}",
-    ]
+    yield "" if engines.slots_used is None else f"{engines.slots_used:.0%} of {engines.slots} slots"
+    yield "" if engines.step_s is None else f"step {1e3 * engines.step_s:.1f} ms"
+    yield f"cache {engines.kv_usage:.0%}" if engines.kv_usage else ""
+    yield f"{engines.preempted} preempted" if engines.preempted else ""
+    yield f"{engines.tokens_lost} tokens lost" if engines.tokens_lost else ""
+    yield f"hands on at {engines.hand_on_at} tokens" if engines.hand_on_at else ""
 
 
-def _process(process: ProcessStatus, now_s: float) -> Row:
+def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:
+    width = max((len(each.name) for each in processes), default=0)
+    for each in processes:
+        yield Text.assemble((f"{each.name:<{width}}  ", "bold"), Text("  ").join(_process(each, now_s)))
+
+
+def _process(process: ProcessStatus, now_s: float) -> Iterator[Text]:
     actor = process if isinstance(process, ActorStatus) else None
-    style = "red" if process.state.startswith("lost") else "" if process.state in ("working", "finished") else "yellow"
+    is_quiet = process.state in ("working", "finished")
     if actor is not None and process.state == "working" and actor.version is not None:
         behind = f" ({actor.behind} behind)" if actor.behind else ""
-        cells: list[Cell] = [f"v {actor.version}{behind}  {actor.tokens_per_s:,.0f} tokens/s  {actor.running} running"]
+        yield Text(f"v {actor.version}{behind}  {actor.tokens_per_s:,.0f} tokens/s  {actor.running} running")
     else:
-        is_timed = actor is not None or process.state not in ("working", "finished")
-        since = f", for {duration(now_s - process.since_s)}" if is_timed else ""
-        cells = [Text(f"{process.state}{since}", style=style)]
+        since = "" if actor is None and is_quiet else f", for {duration(now_s - process.since_s)}"
+        style = "red" if process.state.startswith("lost") else "" if is_quiet else "yellow"
+        yield Text(f"{process.state}{since}", style=style)
     if process.restarts:
-        cells.append(Text(f"{process.restarts} restarts", style="yellow"))
+        yield Text(f"{process.restarts} restarts", style="yellow")
     if actor is not None and actor.refused:
-        cells.append(Text(f"refused {actor.refused}", style="red"))
+        yield Text(f"refused {actor.refused}", style="red")
     if process.waits_for:
         long = f", {duration(actor.waits_s)}" if actor is not None and actor.waits_s else ""
-        cells.append(Text(f"{'' if actor else 'waits for '}{process.waits_for}{long}", style="dim"))
-    return [Text(process.name, style="bold"), Text("  ").join(map(_safe, cells))]
+        yield Text(f"{'' if actor else 'waits for '}{process.waits_for}{long}", style="dim")
 
 
-def _buffer(status: RunStatus, width: int) -> Iterator[Row]:
+def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
     buffer = status.buffer
     if buffer is None:
         return
     ledger, of_step = buffer.ledger, buffer.groups_per_step
-    yield [f"{buffer.ready_groups} groups ready, {of_step} a step, {buffer.drawn_groups} drawn  {buffer.sampler}"]
+    yield Text(f"{buffer.ready_groups} groups ready, {of_step} a step, {buffer.drawn_groups} drawn  {buffer.sampler}")
     if gap := ledger.get("gap", 0):
-        yield [Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")]
+        yield Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")
     names = [*COUNTS, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
     yield from _packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
     for reason, count in buffer.failed_by_reason.items():
-        yield [f"{count} failed: {reason}"]
+        yield Text(f"{count} failed: {reason}")
     for sender, count in buffer.nonsense_by_sender.items():
-        yield [f"{count} refused: nonsense from {sender}"]
+        yield Text(f"{count} refused: nonsense from {sender}")
 
 
 class View:
@@ -246,62 +247,50 @@ class View:
         self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height, width = options.height or max(1, console.height - 1), options.max_width
-        is_wide = width >= TWO_COLUMNS and console.is_terminal
-        head = Pane("", _head(self._status, self._now_s, self._gone, self._note, width))
-        column = (width // (1 + is_wide)) - (NAME_WIDTH if width >= NARROW else 0)
-        bars: list[Row] = [[bar] for bar in lag_bars(self._status, column, ascii_only=options.ascii_only)]
-        panes = list(self._panes(column, console, bars))
-        if not console.is_terminal:
-            yield from (head, *panes)
-            return
-        top = Layout(head, size=min(len(head.rows), max(2, height // 3), height))
-        body = _stack(panes, height - len(head.rows))
-        if is_wide:
-            right = [pane for pane in panes if pane.name in ("lag", "waits", "events")]
-            left = [pane for pane in panes if pane not in right]
-            body = Layout()
-            body.split_row(*(_stack(each, height - len(head.rows)) for each in (left, right)))
-        whole = Layout()
-        whole.split_column(top, body)
-        yield from console.render(whole, options.update(height=height))
+        width, height = options.max_width, sys.maxsize
+        if console.is_terminal:
+            height = options.height or max(1, console.height - 1)
+        panes = [pane for pane in self._panes(width, console, ascii_only=options.ascii_only) if pane.rows]
+        head = _head(self._status, self._now_s, self._gone, self._note, width)
+        lines = [_cut(row, width) for row in head[: min(max(2, height // 3), height)]]
+        yield Text("\n", no_wrap=True, end="").join([*lines, *_fitted(panes, width, height - len(lines))])
 
-    def _panes(self, width: int, console: Console, bars: list[Row]) -> Iterator[Pane]:
+    def _panes(self, width: int, console: Console, *, ascii_only: bool) -> Iterator[Pane]:
         status, now_s = self._status, self._now_s
+        room = max(8, width - NAME_WIDTH * (width >= NARROW))
 
-        def wrapped(sentences: Iterable[str], style: str = "") -> list[Row]:
-            return [[row] for each in sentences for row in _safe(Text(each, style)).wrap(console, max(8, width))]
+        def wrapped(sentences: Iterable[str], style: str = "") -> list[Text]:
+            return [row for each in sentences for row in Text(each, style).wrap(console, room)]
 
-        events: list[Row] = [
-            [Text.assemble((time.strftime("%H:%M:%S", time.localtime(each.time_s)), "dim"), f" {each.text}")]
-            for each in status.events
-        ]
-        idle: list[Row] = [] if status.ended else [[Text("no process waits", style="dim")]]
-        for pane in (
-            Pane("wrong", wrapped(status.tripped, "red"), least=2),
-            Pane("pools", [_pool(each, sorted(status.lags)) for each in status.pools], least=2),
-            Pane("actors", [_process(each, now_s) for each in status.actors], least=2),
-            Pane("stages", [_process(each, now_s) for each in status.stages], least=2),
-            Pane("services", [_process(each, now_s) for each in status.services]),
-            Pane("buffer", list(_buffer(status, width)), least=2),
-            Pane("lag", bars, least=MAX_LAG_ROWS),
-            Pane("waits", wrapped(status.waits) or idle, least=2),
-            Pane("events", events, keeps_end=True),
-        ):
-            if pane.rows:
-                yield pane
+        idle = [] if status.ended else [Text("no process waits", style="dim")]
+        bars = lag_bars(status, room, ascii_only=ascii_only)
+        yield Pane("wrong", wrapped(status.tripped, "red"), least=2)
+        yield Pane("pools", list(_pools(status)), least=2)
+        yield Pane("actors", list(_processes(status.actors, now_s)), least=2)
+        yield Pane("stages", list(_processes(status.stages, now_s)), least=2)
+        yield Pane("services", list(_processes(status.services, now_s)))
+        yield Pane("buffer", list(_buffer(status, room)), least=2)
+        yield Pane("lag", bars, least=MAX_LAG_ROWS)
+        yield Pane("waits", wrapped(status.waits) or idle, least=2)
+        times = (time.strftime("%H:%M:%S", time.localtime(each.time_s)) for each in status.events)
+        yield Pane(
+            "events", [Text.assemble((at, "dim"), f" {e.text}") for at, e in zip(times, status.events, strict=True)]
+        )
 
 
-def _stack(panes: Sequence[Pane], height: int) -> Layout:
-    """Put panes under each other: as they are if they fit, else each with at least some of its rows."""
+def _event(event: RunEvent) -> Text:
+    at = time.strftime("%H:%M:%S", time.localtime(event.time_s))
+    return Text.assemble((at, "dim"), f" {event.text}")
+
+
+def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
+    """Return the panes under each other: as they are if they fit, else each with at least some of its rows."""
     for name in DROPPED_FIRST:
         if sum(min(pane.least, len(pane.rows)) for pane in panes) > height:
             panes = [pane for pane in panes if pane.name != name]
-    whole = Layout()
-    if sum(len(pane.rows) for pane in panes) <= height:
-        layouts = [*(Layout(pane, size=len(pane.rows)) for pane in panes), Layout(Text(" "))]
-    else:
+    heights = [len(pane.rows) for pane in panes]
+    while sum(heights) > height:
         least = [min(pane.least, len(pane.rows)) for pane in panes]
-        layouts = [Layout(pane, ratio=len(pane.rows), minimum_size=n) for pane, n in zip(panes, least, strict=True)]
-    whole.split_column(*layouts)
-    return whole
+        longest = max(range(len(panes)), key=lambda place: (heights[place] > least[place], heights[place]))
+        heights[longest] -= 1
+    return [line for pane, rows in zip(panes, heights, strict=True) for line in pane.lines(width, rows)]

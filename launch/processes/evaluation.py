@@ -11,8 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.sample import EvalRequest, EvalResult
+from actors.sample import EvalCounts, EvalRequest, EvalResult
 from common.staleness import PolicyVersion
+from launch.observe.status import Accuracy
 from launch.processes.actor_pools import ActorProcess
 from launch.processes.actor_role import told_to_end
 from launch.processes.role_process import Check, RunFailed, done, reason
@@ -107,3 +108,20 @@ class Evaluation:
     def _send(self, request: EvalRequest, actor: ActorProcess) -> None:
         actor.evaluating = actor.handle.evaluate.remote(request)
         self._pending.append(_Asked(request, actor, actor.handle, actor.evaluating))
+
+
+def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:
+    """Add up the parts of an evaluation."""
+    greedy = sum((result.greedy for result in results), start=EvalCounts())
+    sampled = sum((result.sampled for result in results), start=EvalCounts())
+    versions = sorted({result.version for result in results})
+    newest = max(versions, default=PolicyVersion(0, 0))
+    return Accuracy(
+        versions=", ".join(map(str, versions)),
+        policy_version=newest.version,
+        start=newest.incarnation,
+        greedy=greedy.accuracy,
+        sampled=sampled.accuracy,
+        num_problems=sum(result.num_problems for result in results),
+        num_failed=greedy.num_failed + sampled.num_failed,
+    )

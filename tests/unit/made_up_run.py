@@ -55,6 +55,7 @@ def status(**fields: object) -> SimpleNamespace:
         "version": 7,
         "draining": False,
         "fidelity": LengthFidelity(0.01),
+        "fidelity_alarm": False,
     }
     return SimpleNamespace(**{**values, **fields})
 

@@ -154,5 +154,5 @@ def test_a_screen_that_goes_away_ends_the_display_and_not_the_run(tmp_path, monk
             display.fail("no actor is left")
         print("Python itself flushes what is left", flush=True)
     assert {record.message.split(" (")[0] for record in caplog.records} == {
-        "what the command shows is shown to nobody any more"
+        "the output of the command can no longer be written"
     }

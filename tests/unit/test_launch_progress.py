@@ -109,13 +109,13 @@ def test_what_the_buffer_acknowledged_is_counted_over_all_processes_of_an_actor(
         outcomes = {"committed": committed, "duplicate": duplicate, "late": 9, "quarantined": 9}
         told = dataclasses.replace(report("actor-0", 0, []), num_outcomes=outcomes)
         observer.take_in(PollResult(actors=[told]))
-    assert observer.actor_totals.acknowledged == {"actor-0": 10}
+    assert observer.actor_totals.total("acknowledged", "actor", "actor-0") == 10
 
 
 def test_a_restarted_actor_does_not_take_back_what_it_generated(observer):
     for num_tokens in (50, 120, 30):
         observer.take_in(PollResult(actors=[report("actor-0", num_tokens, [])]))
-    assert observer.actor_totals.num_tokens["all", ""] == 150
+    assert observer.actor_totals.total("tokens") == 150
 
 
 def test_every_pause_is_in_one_row_and_in_one_only(observer):
@@ -145,17 +145,17 @@ def test_a_row_says_how_far_the_weights_have_come(observer):
 def test_a_rate_goes_on_after_the_clock_of_another_host_was_set_back():
     rate = Rate(window_s=10.0)
     for now_s, total in ((5000.0, 100.0), (5001.0, 200.0), (1402.0, 300.0), (1404.0, 500.0)):
-        rate.update(now_s, total)
-    assert rate.value(1404.0) == 100.0
+        rate.update(now_s, {"tokens": total})
+    assert rate.value("tokens", 1404.0) == 100.0
 
 
 def test_a_rate_needs_two_points():
     rate = Rate(window_s=10.0)
-    rate.update(0.0, 0.0)
-    assert rate.value() == 0.0
-    rate.update(2.0, 10.0)
-    assert rate.value() == 5.0
-    assert rate.value(4.0) == 2.5, "nothing came since"
+    rate.update(0.0, {"tokens": 0.0})
+    assert rate.value("tokens") == 0.0
+    rate.update(2.0, {"tokens": 10.0})
+    assert rate.value("tokens") == 5.0
+    assert rate.value("tokens", 4.0) == 2.5, "nothing came since"
 
 
 @pytest.mark.parametrize("step_s", [2.0, 30.0])

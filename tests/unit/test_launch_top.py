@@ -105,11 +105,6 @@ def test_a_run_of_many_actors_leaves_room_for_everything_else():
     assert any("actor-3 serves version 0.1" in line for line in text)
 
 
-def test_a_wide_screen_has_two_columns():
-    lines = shown(recorded(), 200, 50)
-    assert any(line.startswith("pools") and "lag " in line[98:] for line in lines)
-
-
 def test_a_pool_says_what_it_lost_and_with_how_many_tokens_it_hands_on():
     snapshot = recorded()
     slow = msgspec.structs.replace(snapshot.pools[0].engines, tokens_lost=70, hand_on_at=420)

@@ -22,6 +22,7 @@ from launch.processes.role_process import RunFailed
 from launch.train import Sinks, _Run
 from tests.unit.made_up_run import context, process
 from tests.unit.made_up_run import report as made_up_report
+from tests.unit.made_up_run import status as made_up_status
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 ACTIONS = ("warn", "quarantine", "stop")
@@ -61,7 +62,8 @@ class Watched:
         self.now_s += 1.0
         if newest is not None:
             learner = newest if version is None else version
-            fields["status"] = SimpleNamespace(newest=(fields.pop("incarnation", 0), newest), version=learner)
+            newest_version = fields.pop("incarnation", 0), newest
+            fields["status"] = made_up_status(newest=newest_version, version=learner)
         evaluating = fields.pop("evaluating", False)
         return self.wires.look(PollResult(actors=list(reports), **fields), evaluating=evaluating)
 
@@ -71,6 +73,22 @@ class Watched:
 
 def kinds(trips: list[Trip]) -> list[tuple[str, str]]:
     return [(trip.kind, trip.who) for trip in trips]
+
+
+def test_lengths_that_are_not_those_generated_and_damaged_records_are_reported_once_and_when_they_are_over():
+    watched = Watched()
+    seen = [
+        watched.look(status=made_up_status(fidelity_alarm=is_alarming, num_damaged=num_damaged))
+        for is_alarming, num_damaged in ((False, 0), (True, 2), (True, 3), (False, 3))
+    ]
+    assert [kinds(trips) for trips in seen] == [
+        [],
+        [("fidelity", "buffer"), ("damage", "buffer")],
+        [],
+        [("fidelity_ended", "buffer")],
+    ]
+    (standing,) = watched.wires.standing
+    assert standing.text.startswith("3 blocks of records of the buffer are damaged")
 
 
 # --- mismatch -----------------------------------------------------------------------------------------
