@@ -25,7 +25,7 @@ from launch.checks import Plan, check
 from launch.config import NAMED_KEYS, Config, fixed_because, load_config, unknown_keys
 from launch.errors import ConfigError, as_config_error
 from launch.host import role_processes
-from launch.observe.history import History, repair
+from launch.observe.history import History
 from launch.run_folder import RunFolder, RunIdentity
 from learner.checkpoint_meta import Seal, newest_progress
 
@@ -46,7 +46,7 @@ class Resumption(NamedTuple):
 
 
 def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None]) -> Resumption:
-    """Check that a run, which is claimed, can be resumed; changes nothing yet but a last line that a crash cut off.
+    """Check that a run, which is claimed, can be resumed; changes nothing yet.
 
     Raises:
         ConfigError: one sentence, with what to do instead.
@@ -70,8 +70,6 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
         )
     wait_for_the_dead(folder, say)
     _check_buffer(folder, identity.run_id)
-    for sentence in repair(folder):
-        say(sentence)
     with as_config_error(), as_config_error(kind=ModelFolderError):
         digests = contents(plan, None if plan.model is None else Path(str(config.model.path)))
         told = [f"{key} = {new!r} (was {old!r})" for key, old, new in changes]

@@ -44,6 +44,16 @@ class Rows:
                     raise ValueError(f"{self._path} has a line that is no JSON: {error}; remove that line") from None
 
 
+def cut_torn_line(path: Path) -> int:
+    """Cut off a last line that a crash left without an end; return the size of the file in bytes."""
+    if not path.is_file():  # not there yet, or a device
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - 2**20))
+        return file.truncate(start + file.read().rfind(b"\n") + 1)
+
+
 def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
     """Yield the row of each step with the columns of the actors, of whose lines for a step the last counts.
 
@@ -79,7 +89,7 @@ class History:
 
     @classmethod
     def read(cls, folder: RunFolder, changes: str = "", digests: Mapping[str, str] = {}) -> History:
-        """Read what is there, after `repair`.
+        """Read what is there.
 
         Raises:
             ConfigError: `run.json` is not there, or damaged.
@@ -95,34 +105,3 @@ class History:
             status = read_status(folder.status)
             wall_s, num_redone = status.wall_s, status.steps_redone
         return cls(identity, last_step, before, wall_s, num_redone, changes, digests)
-
-
-def repair(folder: RunFolder) -> list[str]:
-    """End the last line of each file of lines, or remove it where a crash cut it off; says which it changed.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    done: list[str] = []
-    for path in (folder.metrics, folder.actors, folder.events, folder.evaluations):
-        if not path.exists():
-            continue
-        with path.open("rb+") as file:
-            data = file.read()
-            if not data or data.endswith(b"\n"):
-                continue
-            start = data.rfind(b"\n") + 1
-            if _is_json(data[start:]):
-                file.write(b"\n")
-                done.append(f"the last line of {path.name} was not ended, and is now")
-            else:
-                file.truncate(start)
-                done.append(f"{len(data) - start} bytes of a line that was cut off are removed from {path.name}")
-    return done
-
-
-def _is_json(data: bytes) -> bool:
-    try:
-        return isinstance(json.loads(data), dict)
-    except ValueError:
-        return False

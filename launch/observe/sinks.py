@@ -8,11 +8,10 @@ A metric of the registry `lag/token_mean` is the gauge `leeway_lag_token_mean`; 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
@@ -24,6 +23,7 @@ from common.process import wall_time
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
 from launch.host import NO_WANDB_LOGIN
+from launch.observe.history import cut_torn_line
 from launch.observe.metrics import METRICS, is_of_actors, labelled
 from launch.observe.status import Accuracy, ActorStatus, RunStatus
 from launch.run_folder import RunFolder
@@ -32,23 +32,25 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Writes rows of metrics and events as they come; every line is flushed, so that a crash loses none."""
+    """Writes events, evaluations and the columns of the actors; every line is flushed, so that a crash loses none."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
-        """Append to the files, and begin at Weights & Biases where it is wanted, which knows the steps up to the last.
+        """Append to the files, and start Weights & Biases if configured, which has the steps up to the last.
 
         Raises:
             ConfigError: Weights & Biases cannot be reached with the login at hand.
         """
-        self._config, self._folder = config, folder
+        paths = folder.actors, folder.events, folder.evaluations
+        for path in paths:
+            cut_torn_line(path)
         folder.metrics.touch()  # the learner's coordinator writes it, and finds it if its host shares the folder
-        self._actors: TextIO = folder.actors.open("a", encoding="utf-8")
-        self._events: TextIO = folder.events.open("a", encoding="utf-8")
-        self._evaluations: TextIO = folder.evaluations.open("a", encoding="utf-8")
+        self._stack = ExitStack()  # closes every file, also if a full disk fails another
+        self._actors, self._events, self._evaluations = (self._stack.enter_context(path.open("ab")) for path in paths)
         self._wandb: Any = None
         self._wandb_step = last_step
         if config.tracking.wandb != "disabled":
             self._wandb = start_wandb(config, folder, run_id)
+            self._stack.callback(self._with_wandb, lambda run: run.finish())
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Take the row of a step: its columns of the actors go to actors.jsonl, all of it to Weights & Biases."""
@@ -58,11 +60,19 @@ class Tracker:
             self._log(row, row["step"])
 
     def evaluated(self, accuracy: Accuracy, step: int, wall_s: float) -> None:
-        """Write the row of an evaluation, at a step; Weights & Biases has it no earlier than what it knows."""
+        """Write the row of an evaluation at a step; Weights & Biases gets it at the newest step that it has."""
         row = accuracy.row()
         values = {name.removeprefix("eval/"): value for name, value in row.items()}
         _append(self._evaluations, {"time_s": wall_time(), "wall_s": wall_s, "step": step, **values})
         self._log(row, max(step, self._wandb_step))
+
+    def event(self, kind: str, text: str, **details: object) -> None:
+        """Write what a reader of the run will look for: a restart, an evaluation, an error."""
+        log.info("%s: %s", kind, text)
+        _append(self._events, {"time_s": wall_time(), "kind": kind, "text": text, **details})
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._with_wandb(lambda run: run.summary.update(dict(values)))
 
     def _log(self, row: Mapping[str, Any], step: int) -> None:
         self._wandb_step = step
@@ -70,7 +80,7 @@ class Tracker:
         self._with_wandb(lambda run: run.log(known, step=step))
 
     def _with_wandb(self, tell: Callable[[Any], object]) -> None:
-        """Tell Weights & Biases, if it is wanted and lives; the run goes on without it, for the files have all."""
+        """Call Weights & Biases, if it is there; without it the run goes on, for the files have all."""
         if self._wandb is None:
             return
         try:
@@ -80,29 +90,14 @@ class Tracker:
             forget_wandb()
             self.event(
                 "wandb",
-                f"Weights & Biases does not answer any more ({type(error).__name__}: {error}) and is told nothing from "
-                "here on; metrics.jsonl goes on",
+                f"Weights & Biases does not answer ({type(error).__name__}: {error}) and gets no more rows; "
+                "metrics.jsonl goes on",
             )
 
-    def event(self, kind: str, text: str, **details: object) -> None:
-        """Something happened that a reader of the run will want to find: a restart, an evaluation, an error."""
-        log.info("%s: %s", kind, text)
-        self._events.write(json.dumps({"time_s": wall_time(), "kind": kind, "text": text, **details}) + "\n")
-        self._events.flush()
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        self._with_wandb(lambda run: run.summary.update(dict(values)))
-
     def close(self) -> None:
-        """Flush everything; no process of Weights & Biases is left behind."""
-        if self._events.closed:
-            return
-        with ExitStack() as stack:  # a full disk fails each, and none may keep the next from its end
-            stack.callback(self._events.close)
-            stack.callback(self._evaluations.close)
-            stack.callback(self._actors.close)
-            self._with_wandb(lambda run: run.finish())
-            self._wandb = None
+        """Close the files and end the process of Weights & Biases. Idempotent."""
+        self._stack.close()
+        self._wandb = None
 
     def __enter__(self) -> Tracker:
         return self
@@ -111,16 +106,16 @@ class Tracker:
         self.close()
 
 
-def _append(file: TextIO, row: Mapping[str, Any]) -> None:
+def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
     """Append a row; null stands for what does not apply here, or is not finite."""
-    file.write(msgspec.json.encode(row).decode() + "\n")
+    file.write(msgspec.json.encode(row) + b"\n")
     file.flush()
 
 
 INIT_TIMEOUT_S = 30.0
-"""How long the server may take to answer at the start."""
+"""Seconds in which the server has to answer at the start."""
 FINISH_TIMEOUT_S = 60.0
-"""How long the last rows may take to arrive there at the end; they are on disk for `wandb sync` in any case."""
+"""Seconds in which the last rows have to arrive there at the end; they are on disk for `wandb sync` in any case."""
 HIDDEN = ("started_s", "finished_s")
 """Metrics that no panel is made of."""
 SUMMARIES = {
@@ -129,11 +124,11 @@ SUMMARIES = {
     "eval/accuracy_greedy": "last",
     "eval/accuracy_sampled": "last",
 }
-"""What stands for a run in the table of runs, where the last value is not it."""
+"""What the table of runs shows of a metric."""
 
 
 def check_wandb(config: TrackingConfig) -> None:
-    """Look for a login where one is needed; asks nobody, neither the server nor the keyboard.
+    """Look for a login if one is needed, without network access and without a prompt.
 
     Raises:
         ConfigError: there is none.
@@ -154,7 +149,7 @@ def check_wandb(config: TrackingConfig) -> None:
 
 
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
-    """Begin the run at Weights & Biases, or resume the one that it knows by this id ('': it chooses one).
+    """Start the run at Weights & Biases, or resume the one with this id ('': it chooses one).
 
     Raises:
         ConfigError: the server does not answer in time, or refuses the login. No process is left behind.
@@ -188,7 +183,7 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
 
 
 def forget_wandb() -> None:
-    """Its process died: nothing speaks to it any more, neither now nor when this process ends."""
+    """Keep a client whose process died from being called again, also when this process ends."""
     import wandb
 
     with contextlib.suppress(Exception, SystemExit):  # it says once more that there is nobody, or why its process ended
@@ -204,7 +199,7 @@ def _no_wandb(error: Exception) -> ConfigError:
 
 
 PROMETHEUS_HOST = "127.0.0.1"
-"""Whoever reaches the port reads the metrics without a password; a scraper elsewhere comes through a tunnel."""
+"""The metrics need no password, so a scraper on another host needs a tunnel."""
 CLOSE_S = 5.0
 
 OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
@@ -254,11 +249,11 @@ class Exporter(Collector):
             ) from None
 
     def show(self, status: RunStatus) -> None:
-        """Serve this status from now on."""
+        """Serve this status."""
         self._shown = status
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What is served; called for every request, by its thread."""
+        """Yield what is served; called for every request, in its thread."""
         status = self._shown
         if status is None:
             return
@@ -280,7 +275,7 @@ class Exporter(Collector):
         yield _labelled("leeway_trained_tokens", "Trained tokens by their lag.", ("pool", "lag"), counts)
 
     def close(self) -> None:
-        """Let go of the port. May be called twice."""
+        """Release the port. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -297,7 +292,7 @@ class Exporter(Collector):
 def _labelled(
     name: str, meaning: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float | None]]
 ) -> GaugeMetricFamily:
-    """A gauge with a value for each tuple of labels, but for those that are not known."""
+    """Return a gauge with a value for each tuple of labels; None is left out."""
     family = GaugeMetricFamily(name, meaning, labels=labels)
     for of_labels, value in values:
         if value is not None:

@@ -8,7 +8,6 @@ epoch. A role is a process of the trace and a kind of span a track. At ROTATE_BY
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ import msgspec
 from actors.report import ActorReport
 from common.files import private_file
 from common.process import wall_time
+from launch.observe.history import cut_torn_line
 from launch.observe.status import PollResult
 from launch.observe.totals import Fresh
 from launch.text import printable
@@ -112,7 +112,7 @@ class Trace:
         """
         self._path, self._wall = path, wall
         self._file = path.open("ab", buffering=0)
-        self._size = _whole_lines(path)
+        self._size = cut_torn_line(path)
         self._generating: dict[str, Event] = {}
         self._ended_us: dict[tuple[int, int], int] = {}
         self._named: set[tuple[int, int]] = set()
@@ -231,9 +231,9 @@ class Trace:
                 self._write(Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid}))
 
     def _span(self, who: str, what: str, start_s: float, end_s: float, name: str = "") -> Event:
-        times = {"ts": round(1e6 * start_s), "dur": round(1e6 * (end_s - start_s))}
-        name, pid = printable(name or what, 200), self._process(who)
-        return Event(ph="X", name=name, pid=pid, tid=TRACKS[what], cat=what, who=who, **times)
+        name, pid, ts = printable(name or what, 200), self._process(who), round(1e6 * start_s)
+        dur = round(1e6 * (end_s - start_s))
+        return Event(ph="X", name=name, pid=pid, tid=TRACKS[what], ts=ts, dur=dur, cat=what, who=who)
 
     def _ready(self, num_groups: int, now_s: float) -> None:
         if num_groups != self._num_ready:
@@ -274,13 +274,3 @@ class Trace:
             if str(error) != self._complained:
                 log.warning("%s cannot be written, so the trace has a hole: %s", self._path, error)
             self._complained = str(error)
-
-
-def _whole_lines(path: Path) -> int:
-    """Cut off a last line without an end; return the size of the file in bytes."""
-    if not path.is_file():  # a device
-        return 0
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = file.seek(max(0, size - 2**20))
-        return file.truncate(start + file.read().rfind(b"\n") + 1)

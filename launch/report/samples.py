@@ -33,10 +33,10 @@ class ShownSample(NamedTuple):
     """As it is stored, by the names of `buffer.schema`."""
     state: str
     lag: int | None
-    """Versions between its oldest token and its last use; None if it was not trained."""
+    """Versions between its oldest token and its last use; None if it was not trained, as the step."""
     step: int | None
     prompt: str | None
-    """None if the run has no tokenizer."""
+    """None if the run has no tokenizer, as the completion."""
     completion: str | None
     versions: Sequence[str]
     """Policy versions that sampled it, in order."""
@@ -54,21 +54,21 @@ SampleKey = tuple[int, int]
 class BufferData:
     """What the buffer of a run holds."""
 
-    num_groups: int = 0
+    num_groups: int
+    ledger: dict[str, int]
+    generated: list[float]
+    """Share of each bucket of `buffer.lengths` in the last few thousand completions, and below in those trained."""
+    trained: list[float]
+    ks: float
+    """Kolmogorov-Smirnov distance of the two."""
     num_looked_at: int = 0
     """Groups that were read before the time was over."""
-    ledger: dict[str, int] = field(default_factory=dict)
-    generated: list[float] = field(default_factory=list)
-    """Share of each bucket of `buffer.lengths` in the last few thousand completions."""
-    trained: list[float] = field(default_factory=list)
-    ks: float = 0.0
-    """Kolmogorov-Smirnov distance of the two."""
     trajectories: list[ShownSample] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
 
 def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> BufferData:
-    """Read the buffer of a run for up to `limit_s`; the groups that are left then are not looked at.
+    """Read the buffer of a run for up to `limit_s`; groups that are left then are not looked at.
 
     Raises:
         BufferError: there is none, or it cannot be read.
@@ -79,13 +79,8 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
     deadline = clock() + limit_s
     with Inspection.open(root) as inspection:
         totals, state = inspection.totals(), inspection.state()
-        data = BufferData(
-            num_groups=totals.num_groups,
-            ledger=totals.ledger,
-            generated=state.fidelity.generated.shares(),
-            trained=state.fidelity.trained.shares(),
-            ks=state.length_fidelity.ks,
-        )
+        generated, trained = state.fidelity.generated.shares(), state.fidelity.trained.shares()
+        data = BufferData(totals.num_groups, totals.ledger, generated, trained, state.length_fidelity.ks)
         best: dict[str, list[tuple[tuple[float, ...], SampleKey]]] = {kind: [] for kind in KINDS}
         for group in inspection.groups():
             data.num_looked_at += 1
@@ -93,9 +88,12 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
                 (heapq.heappush if len(best[kind]) < len(KINDS) else heapq.heappushpop)(best[kind], (value, key))
             if clock() > deadline:
                 break
-        decode = TextOf(inspection.folder)
-        for key, kind in _chosen(best).items():
-            data.trajectories += _shown(inspection, key, kind, decode)
+        decode, chosen = TextOf(inspection.folder), set[SampleKey]()
+        for kind, ordered in best.items():  # one of each kind; no two are the same
+            first = next((key for _, key in sorted(ordered, reverse=True) if key not in chosen), None)
+            if first is not None:
+                chosen.add(first)
+                data.trajectories += _shown(inspection, first, kind, decode)
         data.damaged = list(dict.fromkeys(inspection.damaged))
         return data
 
@@ -122,16 +120,6 @@ def _candidates(group: GroupView) -> Iterator[tuple[str, tuple[float, ...], Samp
             yield "most off-policy", (lag, length, row.group_id), key
 
 
-def _chosen(best: Mapping[str, Sequence[tuple[tuple[float, ...], SampleKey]]]) -> dict[SampleKey, str]:
-    """Return one sample of each kind; no two are the same."""
-    found: dict[SampleKey, str] = {}
-    for kind, ordered in best.items():
-        first = next((key for _, key in sorted(ordered, reverse=True) if key not in found), None)
-        if first is not None:
-            found[first] = kind
-    return found
-
-
 def _lag_of(group: GroupView) -> int | None:
     uses = group.row.trained_at
     return uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
@@ -141,32 +129,32 @@ def _shown(inspection: Inspection, key: SampleKey, kind: str, decode: TextOf) ->
     """Yield the sample; nothing if its group was evicted since, or is damaged."""
     from buffer.offline.inspect import joined
 
+    group_id, index = key
     try:
-        group = inspection.group(key[0])
+        group = inspection.group(group_id)
     except BufferError as error:
         inspection.damaged.append(str(error))
         return
     if group is None or not group.samples:
         return
     for sample, row in zip(group.samples, joined(group.samples).to_pylist(), strict=True):
-        if sample.sample_index != key[1]:
+        if sample.sample_index != index:
             continue
-        state = group.row.sample_states[key[1]]
+        state, tokens, prompt_length = group.row.sample_states[index], row["token_ids"], row["prompt_length"]
         is_trained = state == "trained" and bool(group.row.trained_at)
+        versions = (str(PolicyVersion(each["incarnation"], each["version"])) for each in row["spans"])
         yield ShownSample(
             kind=kind,
-            group_id=key[0],
-            sample_index=key[1],
+            group_id=group_id,
+            sample_index=index,
             record_id=sample.record_id,
             row=row,
             state=state,
             lag=_lag_of(group) if is_trained else None,
             step=group.row.trained_at[-1].step if is_trained else None,
-            prompt=_text(decode.text(row["token_ids"][: row["prompt_length"]])),
-            completion=_text(decode.text(row["token_ids"][row["prompt_length"] :])),
-            versions=list(
-                dict.fromkeys(str(PolicyVersion(each["incarnation"], each["version"])) for each in row["spans"])
-            ),
+            prompt=_text(decode.text(tokens[:prompt_length])),
+            completion=_text(decode.text(tokens[prompt_length:])),
+            versions=list(dict.fromkeys(versions)),
         )
 
 

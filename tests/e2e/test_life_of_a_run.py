@@ -392,7 +392,6 @@ def test_resumed_on_another_layout_it_trains_to_its_end(run: Life):
     run.resume("--tracking.display", "plain", "--learner.num_stages", 1, "--learner.num_steps", num_steps)
     run.said, _ = run.process.communicate(timeout=LIMIT_S)
     assert run.process.returncode == 0, run.said
-    assert "15 bytes of a line that was cut off are removed from metrics.jsonl" in run.said
     assert "changed: learner.num_stages = 1 (was 2)" in run.said
     assert len(json.loads((run.folder / "run.json").read_text())["started_s"]) == 3
     kept = tomllib.loads((run.folder / "config.toml").read_text())

@@ -8,10 +8,10 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 181,
-    "lines": 47_631,
-    "lines without planning": 42_198,
+    "lines": 47_510,
+    "lines without planning": 42_077,
     "lines of buffer": 8_370,
-    "lines of launch": 12_719,
+    "lines of launch": 12_598,
     "lines of shell": 910,
     "lines of the report's page": 428,
     "lines of examples": 1_034,

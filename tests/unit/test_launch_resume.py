@@ -13,8 +13,9 @@ import pytest
 from launch.cli import main
 from launch.config import ModelConfig, fixed_because, load_config
 from launch.errors import ConfigError, ExitStatus
-from launch.observe.history import History, repair
+from launch.observe.history import History
 from launch.observe.observer import Observer
+from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy
 from launch.resume import contents, identity_of, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
@@ -264,22 +265,16 @@ def test_a_finished_run_asks_for_more_steps(folder):
     assert resume(folder, [], print).step == 120, "it was killed before it had evaluated"
 
 
-@pytest.mark.parametrize(
-    ("tail", "kept", "said"),
-    [
-        (b'{"step": 3, "lo', 2, "15 bytes of a line that was cut off are removed from metrics.jsonl"),
-        (b'{"step": 3}', 3, "the last line of metrics.jsonl was not ended, and is now"),
-        (b"", 2, None),
-    ],
-)
-def test_a_torn_last_line_is_repaired_before_more_is_appended(folder, tail, kept, said):
-    write_lines(folder.metrics, [row(1), row(2)])
-    with folder.metrics.open("ab") as file:
-        file.write(tail)
-    assert repair(folder) == ([said] if said else [])
-    assert folder.metrics.read_bytes().endswith(b"\n")
-    assert len([json.loads(line) for line in folder.metrics.read_text().splitlines()]) == kept
-    assert repair(folder) == []
+def test_a_torn_last_line_is_cut_off_before_more_is_appended(folder):
+    for path in (folder.actors, folder.events, folder.evaluations):
+        write_lines(path, [row(1), row(2)])
+        with path.open("ab") as file:
+            file.write(b'{"step": 3, "lo')
+    with Tracker(load_config(folder.config, ["--tracking.wandb", "disabled"]), folder) as tracker:
+        tracker.event("restart", "who")
+        tracker.step({"step": 3})
+    for path, count in ((folder.actors, 3), (folder.events, 3), (folder.evaluations, 2)):
+        assert len([json.loads(line) for line in path.read_text().splitlines()]) == count
 
 
 def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(folder):
