@@ -1,4 +1,4 @@
-"""Admission: may this sample start in the engine now? `actors.admission` says who decides.
+"""Admission: decides which samples start in the engine now, by `actors.admission`.
 
 slots  SlotAdmission: `actors.max_running_samples` at once
 cache  `planning.kv_gate`: as many as the engine's cache is likely to hold to their end
@@ -23,7 +23,7 @@ class KvCache(NamedTuple):
     num_blocks: int
     block_tokens: int
     shares_prompts: bool
-    """Samples of a group have the whole blocks of their prompt in common."""
+    """Samples of a group share the whole blocks of their prompt."""
 
 
 class KvSample(NamedTuple):
@@ -32,11 +32,11 @@ class KvSample(NamedTuple):
     group: int
     prompt_tokens: int
     limit: int
-    """Completion tokens that it has at most when it leaves the engine."""
+    """Most completion tokens when it leaves the engine."""
     there: int = 0
-    """Completion tokens that it goes on from."""
+    """Completion tokens that it continues from."""
     usual_tokens: float = 0.0
-    """Geometric mean of those that samples of its prompt are likely to have; 0: not known."""
+    """Geometric mean of the likely completion tokens of its prompt; 0: not known."""
 
 
 class Admission(Protocol):
@@ -50,13 +50,13 @@ class Admission(Protocol):
         """Does it need the lengths that the buffer predicts of a prompt?"""
 
     def at_once(self) -> int:
-        """Return how many samples run at once as things are."""
+        """Return how many samples run at once at present."""
 
     async def admit(self, key: Hashable, sample: KvSample) -> None:
         """Wait until the sample may start."""
 
     def begin(self, key: Hashable, sample: KvSample) -> None:
-        """Note that it starts only now, because it waited for weights after it was admitted."""
+        """Note that a sample starts only now: it waited for weights after it was admitted."""
 
     def end(self, key: Hashable, num_tokens: int | None = None, *, is_cut: bool = False) -> None:
         """Note that it ended, with `num_tokens` of completion, or None if that says nothing of lengths."""
@@ -68,7 +68,6 @@ class SlotAdmission:
     needs_lengths = False
 
     def __init__(self, config: ActorsConfig, cache: KvCache | None, now: Callable[[], float]) -> None:
-        """All slots are free; neither the cache nor the engine's steps matter."""
         self.num_sure = config.max_running_samples
         self._free = asyncio.Semaphore(self.num_sure)
 
@@ -94,10 +93,7 @@ ADMISSIONS: Mapping[AdmissionName, str] = {
 def admission_of(config: ActorsConfig, cache: KvCache | None, now: Callable[[], float]) -> Admission:
     """Return the admission of one engine.
 
-    Args:
-        config: says which.
-        cache: of the engine; None if it is not known.
-        now: steps of the engine so far, each a token of every running sample.
+    `cache` is the engine's, None if unknown; `now` counts its steps so far, each a token of every running sample.
     """
     made: Admission = resolve_name(ADMISSIONS[config.admission])(config, cache, now)
     return made

@@ -1,9 +1,9 @@
 """RewardProcess: a reward function in a process of its own, where it may hang, crash or eat memory alone.
 
-The process loads the function itself, from the task's section of the config, so no code travels: only problems and
-completions do, as JSON, and numbers come back. It makes one call at a time, in its main thread, where alarms and signal
-handlers work; what an `async def` returns is awaited there, in one event loop for all calls, so connections last. A
-call that does not end is ended with its process, and everything that it has started, by the parent of its process.
+The process loads the function itself, from the task's section of the config: only problems and completions travel, as
+JSON, and numbers come back. It makes one call at a time, in its main thread, where alarms and signal handlers work;
+what an `async def` returns is awaited there, in one event loop for all calls, so connections last. A call that does not
+end is ended with its process, and everything that it has started, by the parent of its process.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from actors.tasks.config import Classifier, Judge, TaskConfig
 from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
-"""What a process may allocate, a classifier's apart. The soft limit alone: a file that needs more raises it itself."""
+"""Soft limit of a process's allocations, except a classifier's: a file that needs more raises it itself."""
 _END_S = 5.0
-"""How long the kernel may take to end a process that is killed; one that holds much memory takes longest."""
+"""Bound of the kernel's end of a killed process; one that holds much memory takes longest."""
 _LOOK_S = 0.005
 _FIRST_TO_GO = 1000
-"""For the kernel, where memory is short: the reward's process ends, and not the actor."""
+"""OOM score: the reward's process is killed before the actor."""
 _MOST_CHARACTERS = 4000
-"""Of a traceback, and of anything else that a user's function says of itself."""
+"""Of a traceback, and of any other text of a user's function."""
 _NOT_STARTED = "its process did not start"
 _CLOSED, _CLOSED_STATUS = "the reward closed the descriptor by which its process answers", 121
 _LENGTH = struct.Struct("!I")
@@ -72,18 +72,17 @@ class CallFailed(Exception):
     ) -> None:
         super().__init__(f"{why}: {detail}" if detail else why)
         self.why = why
-        """What failures are counted by, so it names no sample."""
+        """Failures are counted by it, so it names no sample."""
         self.where = where
-        """The line of the user's function, where there is one."""
+        """The line of the user's function, if there is one."""
         self.trace = trace
         self.lost = lost
         """Has it cost the process?"""
         self.is_timeout = is_timeout
-        """Because its limit was over?"""
 
 
 Value = float | CallFailed | None
-"""Of a sample: a finite number, None where the function does not apply, or why this sample alone has none."""
+"""Of a sample: a finite number, None if the function does not apply, or why this sample alone has none."""
 
 
 class _Outcome(msgspec.Struct, omit_defaults=True):
@@ -91,7 +90,7 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
 
     values: list[float | None] = []
     without: dict[int, tuple[str, str]] = {}
-    """Samples that the function itself gave none -> why, and in detail."""
+    """Samples without a value -> why, and in detail."""
     why: str = ""
     detail: str = ""
     where: str = ""
@@ -107,7 +106,7 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
 
 
 def _environment() -> dict[str, str]:
-    """As the run was started with: its roles need nothing of the Hub, and a reward may."""
+    """Return the environment that the run was started with: a reward may need the Hub."""
     taken = os.environ.get(OFFLINE_ENV, "").split(",")
     return {name: value for name, value in os.environ.items() if name not in taken}
 
@@ -127,8 +126,7 @@ class RewardProcess:
     async def start(cls, function: RewardFunction, timeout_s: float) -> RewardProcess:
         """Start a process, and have it load the function within this time. It ends with this one.
 
-        Raises:
-            CallFailed: the function cannot be loaded, or the process ended, or took too long.
+        CallFailed if the function cannot be loaded, or the process ended, or took too long.
         """
         ours, its = socket.socketpair()
         root, descriptor = str(Path(__file__).parents[1]), its.fileno()
@@ -173,15 +171,14 @@ class RewardProcess:
         return not self._is_ended and not self._reader.at_eof() and self._process.poll() is None
 
     async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
-        """What each sample has. A caller that gives up ends the process.
+        """Return each sample's value. A caller that gives up ends the process.
 
-        Raises:
-            CallFailed: the function failed, or the process ended.
+        CallFailed if the function failed, or the process ended.
         """
         return (await self._ask(_asked(problems, completions))).values_or_failure()
 
     async def end(self) -> None:
-        """End it, and whatever it has started; waits for the kernel, with a bound. May be called twice."""
+        """End it, and whatever it has started; waits for the kernel, with a bound. Idempotent."""
         self._is_ended = True
         self._writer.transport.abort()
         await self._status()
@@ -355,12 +352,12 @@ def _failed(error: BaseException) -> _Outcome:
 
 
 def _clean(text: str) -> str:
-    """Of bounded length, and without what UTF-8 cannot say."""
+    """Bound a text's length, and replace what UTF-8 cannot encode."""
     return text[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _checked(values: Any, num_samples: int) -> _Outcome:  # noqa: ANN401 -- the function is the user's
-    """Exactly one finite number, None or NoScore per sample; anything else is a CallFailed."""
+    """Return exactly one finite number, None or NoScore per sample, or raise CallFailed."""
     if hasattr(values, "tolist"):  # numpy arrays and torch tensors
         values = values.tolist()
     if not isinstance(values, list | tuple):

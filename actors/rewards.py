@@ -1,11 +1,10 @@
 """Scoring completions: a reward function that fails is an error that is counted, never a reward of 0.
 
-Functions have TRL's shape, f(prompts, completions, **columns) -> one number or None per sample.
-Several are summed; the parts are kept by function name. None means that a function does not
-apply; a sample to which none applies has no reward and is filtered. Each runs in processes of its
-own (`actors.reward_process`), of which there are more than one only where calls wait. A function that
-raises, takes too long, ends its process or returns something else is logged with its prompt and tried
-again; then the sample is given up as `RewardFailed`.
+Functions have TRL's shape, f(prompts, completions, **columns) -> one number or None per sample. Several are summed; the
+parts are kept by function name. None means that a function does not apply; a sample to which none applies has no reward
+and is filtered. Each runs in processes of its own (`actors.reward_process`), of which there are several only if calls
+wait. A function that raises, takes too long, ends its process or returns something else is logged with its prompt and
+tried again; then the sample is given up as `RewardFailed`.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from buffer.ledger import REWARD_FAILED
 _log = logging.getLogger(__name__)
 
 RETRIES = 1
-"""How often what failed is tried again: a call for each of its samples by itself, so that one bad sample costs no other
-its reward, and samples that failed by themselves in one call. What fails twice on a sample is taken to fail always."""
+"""Retries of what failed: one call for each sample of a failed call, so that one bad sample costs no other its
+reward, and one for samples that failed by themselves."""
 SLOW_S = 3.0
-"""A call that is open for longer is what an actor says it waits for."""
+"""An actor reports that it waits for a call that is open for longer."""
 _MAX_BATCH = 32
 _GRACE_S = 10.0
-"""Beyond what a reward that keeps to a limit of its own allows itself."""
+"""Beyond the limit of a reward that keeps one of its own."""
 _SHOWN_CHARACTERS = 200
 _PATIENCE_S = 0.1
-"""Calls wait so long for a process that is busy before another is started: a cheap function has one."""
+"""Calls wait so long for a busy process before another is started: a cheap function has one."""
 
 Start = Callable[[RewardFunction, float], Awaitable[RewardProcess]]
 
 
 class RewardFailed(Exception):
-    """A reward function did not deliver. Its text is what the ledger counts by, so it names no sample."""
+    """A reward function did not deliver. The ledger counts by the text, so it names no sample."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{REWARD_FAILED}: {name}: {why}")
@@ -55,11 +54,11 @@ class FailingReward:
 
     name: str
     why: str
-    """Of the last failure, with its details; its first characters, as of the texts below."""
+    """The beginning of the last failure, with its details; so are the texts below."""
     num_samples: int
     for_s: float
     timeout_s: float
-    """The limit of a call, where the reason is that calls take longer; else 0."""
+    """The limit of a call, if calls take longer; else 0."""
     prompt: str
     completion: str
 
@@ -69,16 +68,16 @@ class ScorerLimits:
     """Of each reward function."""
 
     num_processes: int
-    """At most, and so many calls at once."""
+    """Most processes, and so calls at once."""
     timeout_s: float
     """A call that takes longer has failed, and its process is ended."""
     start_timeout_s: float
-    """In which a process loads the function."""
+    """For loading the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The reward of one completion and what each function gave to it."""
+    """The reward of one completion and each function's part."""
 
     reward: float | None
     parts: dict[str, float | None]
@@ -96,17 +95,12 @@ class Scorer:
         start: Start = RewardProcess.start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare one lane per function; `start` starts what calls it."""
         assert functions, "a task has at least one reward function"
         self._clock = clock
         self._lanes = [_Lane(function, limits, retries, start, clock) for function in functions]
 
     async def start(self) -> None:
-        """Start a process of each function, so that what cannot be loaded is known before anything is generated.
-
-        Raises:
-            TaskError: a function cannot be loaded.
-        """
+        """Start a process of each function before anything is generated; TaskError if one cannot be loaded."""
         try:
             await asyncio.gather(*(lane.start() for lane in self._lanes))
         except BaseException:
@@ -115,29 +109,25 @@ class Scorer:
 
     @property
     def waits_for(self) -> tuple[str, float] | None:
-        """The function whose call is open for longest, and how long in seconds; None where none is slow."""
+        """The function whose call is open for longest, and its seconds; None if none is slow."""
         oldest = ((lane.function.name, self._clock() - lane.open_since_s) for lane in self._lanes)
         name, open_s = max(oldest, key=lambda each: each[1])
         return (name, open_s) if open_s >= SLOW_S else None
 
     @property
     def failing(self) -> list[FailingReward]:
-        """The functions whose last sample was given up."""
+        """The functions that gave up on their last sample."""
         return [failing for lane in self._lanes if (failing := lane.failing) is not None]
 
     async def score(self, problem: Problem, completion: str) -> Scored:
-        """Reward of one completion.
-
-        Raises:
-            RewardFailed: a function failed on it, and again on every retry.
-        """
+        """Return the reward of one completion; RewardFailed if a function failed on it, and again on every retry."""
         if len(self._lanes) == 1:
             values = [await self._lanes[0].value(problem, completion)]
         else:
             outcomes = await asyncio.gather(
                 *(lane.value(problem, completion) for lane in self._lanes), return_exceptions=True
             )
-            # All are waited for before one failure is raised, so that none is left without a reader.
+            # all have ended before one failure is raised, so that none is left without a reader
             for outcome in outcomes:
                 if isinstance(outcome, BaseException):
                     raise outcome
@@ -197,12 +187,12 @@ class _Lane:
 
     @property
     def open_since_s(self) -> float:
-        """When the oldest open call began; now where none is open."""
+        """When the oldest open call began; now if none is open."""
         return next(iter(self._open.values()), self._clock())
 
     @property
     def failing(self) -> FailingReward | None:
-        """How it fails, where the last sample was given up."""
+        """How it fails, if it gave up on the last sample."""
         failing = self._failing
         return None if failing is None else replace(failing, for_s=self._clock() - self._failing_since_s)
 
@@ -231,7 +221,7 @@ class _Lane:
         self._num_new = 0
 
     async def _score(self) -> None:
-        """Score what waits once a process is free: where all are busy, samples that come later share the call."""
+        """Score what waits once a process is free: while all are busy, later samples join the call."""
         batch: list[_Waiting] = []
         try:
             async with self._slots:
@@ -241,7 +231,7 @@ class _Lane:
                 values = await self._tried(batch)
             await self._settle(batch, values, 0, self._retries)
         finally:
-            # However it ended, nobody may go on waiting; and only `close` may look like being cancelled.
+            # nothing may wait forever, and only `close` may look like a cancellation
             for one in batch:
                 if self._is_closed:
                     one.value.cancel()
@@ -256,11 +246,10 @@ class _Lane:
     async def _settle(
         self, batch: Sequence[_Waiting], values: list[Value] | CallFailed, attempt: int, retries: int
     ) -> None:
-        """Hand out what a call gave; those samples that have none by their own fault share the next one."""
+        """Hand out the values of a call; samples that have none by their own fault share the next one."""
         if isinstance(values, CallFailed) and len(batch) > 1:
-            # Which sample is to blame is not known; alone, each only answers for itself.
             _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, values, len(batch))
-            # What costs a process, and often a whole limit of time, is tried alone once and no more.
+            # what costs a process, and often a whole timeout, is tried alone only once
             retries = attempt if values.lost else retries
             await asyncio.gather(*(self._score_again([one], attempt, retries) for one in batch))
             return
@@ -279,7 +268,7 @@ class _Lane:
             await self._score_again(again, attempt + 1, retries)
 
     async def _tried(self, batch: Sequence[_Waiting]) -> list[Value] | CallFailed:
-        """What each sample has, or why the whole call failed."""
+        """Return each sample's value, or why the whole call failed."""
         number = next(self._numbers)
         self._open[number] = self._clock()
         try:
@@ -311,7 +300,7 @@ class _Lane:
                 self._idle.put_nowait(caller)
 
     async def _caller(self) -> RewardProcess:
-        """One that is idle, now or soon; else another is started, one at a time, and whichever is free first is it."""
+        """Return an idle process, now or soon; else start another, one at a time, and take whichever is free first."""
         is_patient = bool(self._callers)
         while True:
             if self._idle.empty() and not (is_patient or self._is_starting):
@@ -388,7 +377,7 @@ class _Lane:
 
 
 def _call_limit_s(function: RewardFunction, limits: ScorerLimits) -> float:
-    """Of a call. What keeps a limit for each sample keeps to that one, so that a slow sample costs no other."""
+    """Return the limit of a call: above what a reward itself allows each sample, so that a slow one costs no other."""
     named = function.named
     if isinstance(named, Judge):
         return named.timeout_s + _GRACE_S

@@ -1,12 +1,12 @@
-"""Namespaces: how a process is cut off from the network, and where programs that a model wrote are run.
+"""Namespaces: cut a process off from the network, and run programs that a model wrote.
 
-cut_network      this process, and all that it starts, sees no network any more
+cut_network      this process, and all that it starts, has no network any more
 die_with_parent  it ends with the process that started it
-serve            a program of its own: runs programs one after the other, each within limits, and says what each did
+serve            a program of its own: runs programs one after the other, each within limits, and reports on each
 
-Needs the standard library alone, so that it starts in milliseconds. With the kernel's leave the programs have no
-network, no process of the machine beside them, a file system that they can read and not write, and a small folder in
-memory; all that they start ends with them. Without it only the limits of time, memory and output hold.
+Imports the standard library alone, so that it starts in milliseconds. If the kernel permits, the programs have no
+network, see no other process, can read the file system and not write it, and have a small folder in memory; all that
+they start ends with them. Otherwise only the limits of time, memory and output hold.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from pathlib import Path
 from typing import Any
 
 OUTPUT_BYTES = 2**20
-"""What a program may print beyond what is expected of it."""
+"""Most output of a program beyond what is expected of it."""
 _FILE_BYTES = 16 * 2**20
 _FOLDER_BYTES = 64 * 2**20
 _ADDRESS_BYTES = 8 * 2**30
-"""Beside what a process may allocate: libraries, stacks of threads, and memory that it shares with others."""
+"""Beside a process's allocations: libraries, stacks of threads, and shared memory."""
 _NUM_PROCESSES, _MOST_OF_NOBODY = 64, 1024
-"""Of a program; where it is not alone in its namespace, of all that the host runs as this user."""
+"""Of a program; without a namespace of its own, of all that the host runs as this user."""
 _NUM_FILES = 256
 NOBODY = 65534
 _LOOK_S = 20.0
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Of a program: with a thread for each core, as `import numpy` starts them, their buffers fill its memory limit."""
+"""With a thread per core, as `import numpy` starts them, their buffers would fill a program's memory limit."""
 SCRATCH = "/dev/shm"
-"""Where the programs find their folder: it is on every Linux, and what others keep there is none of their business."""
+"""The programs' folder: it is on every Linux, and hides what others keep there."""
 REFUSED = 77
-"""Exit status where the kernel does not let it run as it was asked to."""
+"""Exit status if the kernel does not let it run as asked."""
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 1, 2, 4, 0x4000, 1 << 18
@@ -61,16 +61,13 @@ HINT = (
     "let user namespaces be made (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), in a "
     "container also by its seccomp profile"
 )
-"""What to try where the kernel refuses."""
+"""What to try if the kernel refuses."""
 
 
 def cut_network() -> None:
-    """Leave the network for one that has a loopback of its own and nothing else; call it before any thread starts.
+    """Enter a network with nothing but a loopback of its own, before any thread starts; OSError if the kernel refuses.
 
-    Sockets that are open stay. Unix sockets that have a file can still be reached.
-
-    Raises:
-        OSError: the kernel refuses.
+    Open sockets stay. Unix sockets that have a file can still be reached.
     """
     try:
         _unshare(_NEWNET)  # who may do so without more keeps all rights
@@ -85,7 +82,7 @@ def cut_network() -> None:
 
 
 def why_not_cut() -> str:
-    """What the kernel says to a process that would call `cut_network`; '' where it lets it."""
+    """Return the kernel's refusal of `cut_network`; '' if it permits it."""
     program = "import sys; sys.path.append(sys.argv[1]); from actors.sandbox import cut_network; cut_network()"
     command = [sys.executable, "-I", "-S", "-c", program, str(Path(__file__).parents[1])]
     try:
@@ -117,18 +114,18 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
 
 
 def _allow_no_namespaces() -> None:
-    """Within this one: in a namespace of its own a program could mount, and fill the memory of the machine."""
+    """In a namespace of its own a program could mount, and fill the memory of the machine."""
     with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as most:
         most.write("0")  # a container may have /proc/sys read-only
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process with the thread that started it; one that is gone already ends nothing."""
+    """Have the kernel end this process with the thread that started it, unless that is gone already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants that lose theirs, also of those in sessions of their own."""
+    """Become the parent of all orphaned descendants, also of those in sessions of their own."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -138,12 +135,12 @@ def adopt_orphans() -> None:
 def serve(parent: str) -> None:
     """Read a job from stdin, run its programs, write their results to stdout; both are JSON.
 
-    A job has `as_nobody` and `isolated`, which are the way to run, `timeout_s` for all programs together,
-    `memory_bytes`, `stop_at_failure`, and `programs`, each with its `source` and either `stdin` and `stdout`, a `test`,
-    or a `call` and results that are `wanted`. A result is true where the program printed that, ran the test to its end
-    or returned one of them; a reason and its detail where that cannot be judged.
+    A job has `as_nobody` and `isolated`, the way to run, `timeout_s` for all programs together, `memory_bytes`,
+    `stop_at_failure`, and `programs`, each with its `source` and either `stdin` and `stdout`, a `test`, or a `call` and
+    results that are `wanted`. A result is true if the program printed that, ran the test to its end or returned one of
+    them; a reason and its detail if that cannot be judged.
 
-    Exits with REFUSED where the kernel does not let it run so.
+    Exits with REFUSED if the kernel does not let it run so.
     """
     job = json.load(sys.stdin)
     try:
@@ -194,7 +191,7 @@ def _folder() -> Iterator[str]:
 
 
 def _mount_read_only() -> None:
-    """All that is mounted, but for a new folder in memory at SCRATCH."""
+    """Make all mounts read-only, but for a new folder in memory at SCRATCH."""
     _checked(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
     attributes = struct.pack("QQQQ", _ATTR_RDONLY, 0, 0, 0)
     changed = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
@@ -311,8 +308,8 @@ except NoVerdict as stop:
     why = stop.args
 report.write(task["word"] + dumps([why, result], default=lambda value: value.tolist()))  # of numpy
 """
-"""Runs a test after a program, and reports with the word that it was told, at the end alone: a program that exits early
-has not passed. The test has names and builtins of its own, and calls `leeway_ran` for each assertion, as
+"""Runs a test after a program, and reports with the word that it was told, at the end alone: a program that exits
+early has not passed. The test has names and builtins of its own, and calls `leeway_ran` for each assertion, as
 `actors.tasks.code` rewrites it. Of a call the result is reported: what is wanted is not known here."""
 
 
@@ -395,12 +392,12 @@ def _is_same(found: Any, wanted: Any) -> bool:  # noqa: ANN401 -- any JSON
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines and of the whole."""
+    """Strip white space at the ends of lines and of the whole."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
 def _output_of(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes | None:
-    """What it prints until it ends or closes its output; None where that is too much, or takes too long."""
+    """Return its output until it ends or closes it; None if that is too much, or takes too long."""
     assert process.stdout is not None
     output, descriptor, end = b"", process.stdout.fileno(), os.pidfd_open(process.pid)
     try:
@@ -416,7 +413,7 @@ def _output_of(process: subprocess.Popen[bytes], most: int, deadline: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
-    """The program, and whatever it has started: in a namespace all that is there."""
+    """End the program, and whatever it has started: in a namespace all that is there."""
     with contextlib.suppress(ProcessLookupError):
         if job["isolated"]:
             os.kill(-1, signal.SIGKILL)  # from the first process of the namespace: all but itself

@@ -1,6 +1,7 @@
 """What a loss builds on.
 
 LossInputs, LossOutput   what it reads and what it returns
+group_advantages         advantages from the rewards of a group: RLOO, GRPO, Dr. GRPO, MaxRL
 Algorithm                its config section, what that needs of a run, and the loss itself
 Correction, Interval     entries of a section's `corrections`
 check_inputs             refuses a batch that no loss can use
@@ -22,20 +23,19 @@ from torch import Tensor
 BASIC: dict[str, JsonValue] = {"basic": True}
 """Of the fields of knobs that most users set."""
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to +-20 before exp: e^20 is finite in float32, and far beyond any trust region."""
+"""Log ratios are clamped to +-20 before exp: finite in float32, and far beyond any trust region."""
 
 
 Measured = dict[str, Tensor | float | None]
-"""Metrics by name, some of them yet to be read."""
+"""Metrics by name, some of them yet to be read from the device."""
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:
-    """The ratio of a log ratio, which is clamped to +-20 first."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def share_of(chosen: Tensor, number: int | Tensor) -> Tensor:
-    """How many are chosen (bool), over a number, as float64 of one value."""
+    """Return how many are chosen (bool), over a number, as float64."""
     return chosen.sum().double() / number
 
 
@@ -43,55 +43,51 @@ def share_of(chosen: Tensor, number: int | Tensor) -> Tensor:
 class LossInputs:
     """One batch as the loss sees it: log-probabilities of completion tokens, flat over the batch.
 
-    Shape suffixes: T completion tokens of the whole batch, B sequences, in groups that share a prompt. The
-    tokens of a sequence stand in their order. All log-probabilities are natural, at the sampling temperature,
-    over the full vocabulary.
+    Shape suffixes: T completion tokens of the whole batch, B sequences, in groups that share a prompt. The tokens of a
+    sequence stand in their order. All log-probabilities are natural, at the sampling temperature, over the full
+    vocabulary. A loss that reads undeclared log-probabilities (see `Needs`) raises UndeclaredInput.
     """
 
     logprobs_T: Tensor
     """log pi of each token under the learner: the leaf that is differentiated."""
     proximal_logprobs_T: Tensor
-    """log pi_prox: the weights at the start of this draw; of any value where the algorithm declared it needs none."""
+    """log pi_prox: the weights at the start of this draw."""
     behaviour_logprobs_T: Tensor
     """log mu: the policy that sampled the token, whichever version that was."""
     reference_logprobs_T: Tensor
-    """log pi_ref of the frozen reference model; NaN throughout where the algorithm declared it needs none.
-
-    A loss that reads an undeclared one, of this, `proximal_logprobs_T` or `behaviour_logprobs_T`, raises
-    UndeclaredInput.
-    """
+    """log pi_ref of the frozen reference model."""
     sequence_T: Tensor
     """int64: the sequence (0..B-1) of each token."""
     group_B: Tensor
     """int64: the group (0..num_groups-1) of each sequence: samples of one lease, or of one prompt."""
     rewards_B: Tensor
     finished_B: Tensor
-    """bool: the sequence ended with an end-of-sequence token (not by length)."""
+    """bool: the sequence ended with an end-of-sequence token."""
     num_groups: int
     step: int
-    """Optimizer steps taken so far: the position in schedules such as that of beta."""
+    """Optimizer steps taken so far, as for a schedule of beta."""
     prompt_B: Tensor | None = None
     """int64: a number for the prompt of each sequence, the same in all its groups; None: every group has its own."""
     values_T: Tensor | None = None
-    """The critic's value of the state before each token: a second leaf; None where there is no critic."""
+    """The critic's value of the state before each token: a second leaf; None without a critic."""
     old_values_T: Tensor | None = None
-    """The same at the start of this draw, constant over its updates."""
+    """The same at the start of this draw."""
     num_prompts: int | None = None
-    """Of `prompt_B`, whose numbers are then 0..num_prompts-1; None: they may be any, and `by_prompt` looks at them."""
+    """Of `prompt_B`, whose numbers are then 0..num_prompts-1; None: they may be any."""
     lag_T: Tensor | None = None
-    """int64: updates between the version that sampled each token and the present one; None where nobody counts them."""
+    """int64: updates between the version that sampled each token and the present one; None if not counted."""
 
     @property
     def num_sequences(self) -> int:
         return int(self.group_B.numel())
 
     def sum_per_sequence(self, values_T: Tensor) -> Tensor:
-        """Sum a per-token value over each sequence: T -> B. An empty completion sums to 0."""
+        """Sum a per-token value over each sequence: T -> B; 0 for an empty completion."""
         total_B = torch.zeros(self.num_sequences, dtype=values_T.dtype, device=values_T.device)
         return total_B.index_add(0, self.sequence_T, values_T)
 
     def mean_per_sequence(self, values_T: Tensor) -> Tensor:
-        """Mean of a per-token value over each sequence: T -> B. That of an empty completion is 0."""
+        """Mean of a per-token value over each sequence: T -> B; 0 for an empty completion."""
         return self.sum_per_sequence(values_T) / self.length_B.clamp_min(1).to(values_T.dtype)
 
     @property
@@ -102,7 +98,7 @@ class LossInputs:
 
     @property
     def group_size_B(self) -> Tensor:
-        """How many sequences of the batch share the group of each sequence, in the dtype of the rewards."""
+        """Sequences in the group of each sequence, in the dtype of the rewards."""
         ones_B = torch.ones_like(self.rewards_B)
         size_G = torch.zeros(self.num_groups, dtype=ones_B.dtype, device=ones_B.device)
         return size_G.index_add(0, self.group_B, ones_B)[self.group_B]
@@ -121,7 +117,7 @@ class LossInputs:
         return self.rewards_B - missing_eos_penalty * (~self.finished_B).to(self.rewards_B.dtype)
 
     def by_prompt(self) -> LossInputs:
-        """The same batch with all samples of a prompt in one group, whichever version wrote them."""
+        """Return the batch with all samples of a prompt in one group, whichever version wrote them."""
         if self.prompt_B is None:
             return self
         if self.num_prompts is not None:
@@ -130,21 +126,50 @@ class LossInputs:
         return replace(self, group_B=group_B, num_groups=int(numbers.numel()))
 
 
+GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "maxrl"]
+
+STD_FLOOR = 1e-6
+"""Added to the group's standard deviation: with equal rewards the advantage is 0, not 0/0."""
+
+
+def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline) -> Tensor:
+    """Advantage of each sequence from the rewards of its group: B -> B. A group of one has advantage 0.
+
+    rloo (arXiv 2402.14740): r_j minus the mean of the other K-1. grpo (arXiv 2402.03300): r_j minus the mean of all K,
+    divided by their standard deviation (of K-1). dr_grpo (arXiv 2503.20783): r_j minus the mean of all K. maxrl (arXiv
+    2602.02710): r_j minus the mean of all K, divided by that mean; 0 if the mean is 0. With rewards of 0 and 1
+        its gradient is on average that of sum over k < K of pass@k / k, the first terms of the log-likelihood of
+            success.
+    """
+    centred_B = rewards_B - inputs.mean_per_group(rewards_B)
+    size_B = inputs.group_size_B
+    if baseline == "rloo":
+        # r_j - mean of the others = K / (K - 1) * (r_j - mean of all)
+        return centred_B * size_B / (size_B - 1).clamp_min(1)
+    if baseline == "maxrl":
+        mean_B = rewards_B - centred_B
+        return torch.where(mean_B > 0, centred_B / mean_B, 0.0)
+    if baseline == "dr_grpo":
+        return centred_B
+    variance_B = inputs.mean_per_group(centred_B.square()) * size_B / (size_B - 1).clamp_min(1)
+    return centred_B / (variance_B.sqrt() + STD_FLOOR)
+
+
 @dataclass(frozen=True)
 class LossOutput:
     """A scalar loss, differentiable in `LossInputs.logprobs_T` (and `values_T`), and what to log beside it."""
 
     loss: Tensor
     measured: Measured = field(default_factory=dict)
-    """What is logged, by name. A tensor of one number costs nothing until it is read: the learner takes the gradient
-    of a loss for each micro-batch, and a number read there would wait for the GPU each time. NaN counts as None."""
+    """What is logged, by name. A tensor of one number costs nothing until it is read, which would wait for the GPU
+    in every micro-batch. NaN counts as None."""
     weights_T: Tensor | None = None
-    """The importance weights as the loss applied them, after corrections: pi_prox / mu, or pi / mu of its gradient;
-    None where it has none."""
+    """The importance weights as the loss applied them: pi_prox / mu, or pi / mu of its gradient; None if it has
+    none."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """What was measured, as numbers; None where a metric does not apply to this batch. TypeError names others."""
+        """The metrics as numbers; None if one does not apply to this batch. TypeError names one that is no number."""
         return {name: _number(name, found) for name, found in self.measured.items()}
 
 
@@ -169,24 +194,24 @@ Unit = Literal["sequence", "group", "prompt"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run must provide for a loss, and may rely on. The rest it may leave out."""
+    """What a run must provide for a loss, and may rely on."""
 
     groups: bool = False
-    """A group of one (K = 1) teaches nothing, so a config with it is refused."""
+    """A config with K = 1, of which a group teaches nothing, is refused."""
     prompts: bool = False
     """All samples of a prompt in a step must be in one update."""
     reference: bool = False
     behaviour: bool = False
     """Finite log-probabilities of the policy that sampled."""
     proximal: bool = False
-    """Log-probabilities of the policy at the start of the draw: one more forward pass, where it has several updates."""
+    """Log-probabilities of the policy at the start of the draw: one more forward pass, if it has several updates."""
     rewards_of_success: bool = False
     separable: Unit | None = None
-    """The gradient with respect to a sequence's log-probabilities depends on those of that sequence, of its group or of
-    its prompt alone, also where the proximal policy is the present one; rewards, references and counts of the whole
+    """The gradient with respect to a sequence's log-probabilities depends on those of that sequence, of its group or
+    of its prompt alone, also if the proximal policy is the present one; rewards, references and counts of the whole
     batch may enter. None: it depends on all."""
     critic: CriticKind | None = None
-    """Values, and those at the start of the draw: from a head on the policy, or from a model of their own."""
+    """Values, from a head on the policy or from a model of their own."""
 
 
 class Correction(BaseModel):
@@ -231,7 +256,7 @@ class GroupSection(AlgorithmSection):
     )
 
     def compared(self, inputs: LossInputs) -> LossInputs:
-        """The batch in the groups that are compared."""
+        """Return the batch in the groups that are compared."""
         return inputs.by_prompt() if self.compare == "prompt" else inputs
 
 
@@ -248,19 +273,17 @@ class BadInputs(ValueError):
     """A value in the batch that no loss can use."""
 
     def __init__(self, sequence: int, what: str) -> None:
-        """Name the sequence by its index in the batch, and say what is wrong with it and what to try."""
+        """Name the sequence by its index in the batch, what is wrong with it and what to try."""
         super().__init__(f"sequence {sequence}: {what}")
         self.sequence = sequence
         self.what = what
 
 
 def check_inputs(inputs: LossInputs, needs: Needs) -> None:
-    """Check what came from outside, once for a draw: rewards, and behaviour log-probabilities where they are read.
+    """Check what came from outside, once for a draw: rewards, and behaviour log-probabilities that are read.
 
-    The learner's own log-probabilities are not checked: where they are not finite, the gradient tells.
-
-    Raises:
-        BadInputs: names the first sequence at fault.
+    The learner's own log-probabilities are not checked: if they are not finite, neither is the gradient. BadInputs
+    names the first sequence at fault.
     """
     reward = _first_not_finite(inputs.rewards_B)
     if reward is not None:

@@ -54,7 +54,7 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Weighing:
-    """What weight corrections say of a batch: the weight is `weight_T` where `kept_T`, else 0."""
+    """The weight is `weight_T` where `kept_T`, else 0."""
 
     weight_T: Tensor
     kept_T: Tensor
@@ -87,7 +87,6 @@ class SequenceTIS(Correction):
     cap: PositiveFloat = Field(default=2.0, description="C; 2 to 10.")
 
     def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
-        """min(prod rho, C), on every token of the sequence."""
         rho_T = clamped_exp(inputs.sum_per_sequence(log_rho_T))[inputs.sequence_T]
         return _truncated(weighing, rho_T, self.cap, self.type)
 
@@ -112,7 +111,6 @@ class GeometricMask(Interval):
     high: PositiveFloat = Field(default=2.0, description="Greatest exp(mean log rho) of a sequence that is kept.")
 
     def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
-        """0 on a sequence whose geometric mean of rho leaves [low, high]."""
         mean_B = inputs.mean_per_sequence(log_rho_T).exp()
         return _masked(weighing, ((mean_B >= self.low) & (mean_B <= self.high))[inputs.sequence_T], self.type)
 
@@ -141,15 +139,11 @@ WeightCorrections = Annotated[
     tuple[Annotated[Annotated[AnyWeight, Field(discriminator="type")], BeforeValidator(_from_name)], ...],
     BeforeValidator(_from_single),
 ]
-"""The same for a loss that has no clipped ratio: weights alone."""
+"""The same for a loss without a clipped ratio: weights alone."""
 
 
 def check_corrections(corrections: Sequence[AnyCorrection]) -> None:
-    """Refuse a list that says two things about one weight.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Refuse a list that says two things about one weight: ValueError names both."""
     names = [each.type for each in corrections]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
@@ -162,7 +156,7 @@ def check_corrections(corrections: Sequence[AnyCorrection]) -> None:
 
 
 def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection]) -> Weighing:
-    """The weight of each token: rho = pi_prox / mu after the weight corrections of the list, in any order.
+    """Return the weight of each token: rho = pi_prox / mu after the weight corrections of the list, in any order.
 
     Without any, rho itself (log rho clamped to +-20).
     """
@@ -176,7 +170,7 @@ def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection])
 
 
 class WeighedSection(AlgorithmSection):
-    """The section of a loss whose gradient is weighed token by token, whatever its form."""
+    """The section of a loss whose gradient is weighed token by token."""
 
     corrections: WeightCorrections = Field(
         default=(TokenTIS(),),
@@ -196,13 +190,11 @@ class WeighedGroupSection(WeighedSection, GroupSection):
 
 
 def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tuple[LossInputs, Tensor | None, Measured]:
-    """The batch with the same log-probabilities, through which each token's gradient passes times its weight.
+    """Return the batch with log-probabilities through which each token's gradient passes times its weight.
 
-    The weight is rho = pi / mu after the corrections, of the present policy and not of that at the start of the draw:
-    a loss without a clipped ratio has nothing else that follows the policy over several updates.
-
-    Returns:
-        The batch, the weights and what they have for metrics; without corrections the batch as it is, None and nothing.
+    The weight is rho = pi / mu after the corrections, of the present policy: a loss without a clipped ratio has nothing
+    else that follows the policy over several updates. The weights and their metrics are returned too; None and {}
+    without corrections.
     """
     if not corrections:
         return inputs, None, {}
@@ -214,7 +206,6 @@ def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tupl
 
 
 def surrogate_of(corrections: Sequence[AnyCorrection], default: Surrogate) -> Surrogate:
-    """The surrogate that the list names, or the default."""
     return next((each for each in corrections if isinstance(each, AnySurrogate)), default)
 
 
@@ -246,9 +237,9 @@ NAMES = (
 
 
 def effective_sample_share(weights: Tensor) -> float | None:
-    """1 / mean((w / mean w)^2), in [0, 1]: the share of samples that count, 1 where all weigh the same.
+    """Return 1 / mean((w / mean w)^2), the share of samples that count: 1 if all weigh the same.
 
-    0 where all weights are 0; None where there is none.
+    0 if all weights are 0; None if there is none.
     """
     if weights.numel() == 0:
         return None
@@ -263,16 +254,17 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
     Args:
         inputs: the batch; its proximal log-probabilities are the learner's at the start of the draw.
         fresh_T: bool, tokens that these very weights sampled, in sequences of which they sampled all.
-        weights_T: the weights that the loss applied, after corrections; None where it has none.
+        weights_T: the weights that the loss applied, after corrections; None if it has none.
 
     Returns:
         `mismatch/k1` mean(log mu - log pi) and `mismatch/k3` mean(rho - 1 - log rho), estimates of KL(mu || pi);
         `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on fresh tokens, where any difference is an
-        implementation gap and not staleness (None where there are none);
-        `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`, `ess_sequence` of rho;
-        and of the applied weights `*_truncated` and `off_policy/masked_frac`, the share of tokens that weigh 0.
-        All but `lag0_tokens`, then 0, are None where a behaviour log-probability is missing (not finite), which some
-        losses allow; those of the applied weights are then left out.
+            implementation gap
+        (None if there are none); `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`, `ess_sequence` of rho; of
+            the
+        applied weights `*_truncated` and `off_policy/masked_frac`, the share of tokens that weigh 0. Without a finite
+        behaviour log-probability for every token, all but `lag0_tokens` are None, and those of applied weights left
+            out.
     """
     log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
     if log_rho_T.numel() == 0 or not bool(torch.isfinite(log_rho_T).all()):

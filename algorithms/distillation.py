@@ -33,7 +33,7 @@ from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
 
 FAR = 10.0
-"""Nats of log(pi / teacher) beyond which a token's pull grows no further: the teacher would all but never write it."""
+"""Nats of log(pi / teacher) beyond which a token's pull grows no further."""
 
 
 class DistillationConfig(WeighedSection):
@@ -43,7 +43,6 @@ class DistillationConfig(WeighedSection):
 
     @property
     def needs(self) -> Needs:
-        """The teacher, in the place of the reference."""
         return Needs(reference=True, behaviour=bool(self.corrections), separable="sequence")
 
 

@@ -34,8 +34,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from algorithms.advantages import group_advantages
-from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs
+from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs, group_advantages
 from algorithms.corrections import WeighedGroupSection, weigh_gradient
 
 
@@ -54,7 +53,6 @@ class OAPLConfig(WeighedGroupSection):
 
     @property
     def needs(self) -> Needs:
-        """A prompt's samples for V, and the policy that sampled."""
         return Needs(groups=True, prompts=self.compare == "prompt", behaviour=True, separable="sequence")
 
 
@@ -83,14 +81,13 @@ def oapl(config: OAPLConfig, inputs: LossInputs) -> LossOutput:
 
 
 def advantages(config: OAPLConfig, inputs: LossInputs) -> Tensor:
-    """The reward of each sequence less V: B."""
     if config.beta_value is None:
         return group_advantages(inputs, inputs.rewards_B, "rloo")
     return inputs.rewards_B - optimal_value(inputs, config.beta_value)
 
 
 def optimal_value(inputs: LossInputs, beta: float) -> Tensor:
-    """V of each group, spread over its sequences: B. Of equal rewards it is exactly that reward."""
+    """Return V of each group, spread over its sequences: B. Of equal rewards it is exactly that reward."""
     rewards_B = inputs.rewards_B.double()
     top_G = torch.full((inputs.num_groups,), -math.inf, dtype=torch.float64, device=rewards_B.device)
     top_B = top_G.scatter_reduce(0, inputs.group_B, rewards_B, reduce="amax")[inputs.group_B]

@@ -46,7 +46,8 @@ What we left out:
 References:
     AReaL, arXiv 2505.24298, equation 5; PPO, arXiv 1707.06347; Asynchronous RLHF, arXiv 2410.18252;
     Dr. GRPO, arXiv 2503.20783; A-3PO, arXiv 2512.06547; KL estimators: Schulman, Approximating KL Divergence (2020);
-    baselines: `algorithms.advantages`; surrogates: `algorithms.surrogates`.
+    GAE, arXiv 1506.02438, equation 16; baselines: `algorithms.base.group_advantages`; surrogates:
+    `algorithms.surrogates`.
 """
 
 from __future__ import annotations
@@ -59,17 +60,18 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.advantages import GroupBaseline, gae, group_advantages, rewards_per_token
 from algorithms.base import (
     BASIC,
     LOG_RATIO_LIMIT,
     Algorithm,
     CriticKind,
+    GroupBaseline,
     GroupSection,
     LossInputs,
     LossOutput,
     Measured,
     Needs,
+    group_advantages,
     share_of,
 )
 from algorithms.corrections import (
@@ -85,7 +87,6 @@ from algorithms.surrogates import AnySurrogate, AnyWhole, TokenClip
 from common.user_input import Reference, UserFileError, blamed, load_object
 
 CLIP = 0.2
-"""Where the ratio is clipped, below and above, unless a run says otherwise."""
 
 UserBaseline = Callable[[LossInputs, Tensor], Tensor]
 """Of a user's: the batch and its rewards (B), after penalties -> the advantage of each sequence (B)."""
@@ -203,7 +204,7 @@ class OffPolicyPPOConfig(GroupSection):
             )
 
     def _check_that_all_is_read(self) -> None:
-        """Refuse what was given and says nothing."""
+        """Refuse keys that nothing reads."""
         of_critic = dict.fromkeys(("critic", "gamma", "gae_lambda", "value_coef", "value_clip"), "baseline = 'critic'")
         needed = {
             **({} if self.baseline == "critic" else of_critic),
@@ -217,7 +218,6 @@ class OffPolicyPPOConfig(GroupSection):
 
     @property
     def has_group_baseline(self) -> bool:
-        """Is a sample compared with others of its group?"""
         return self.baseline in get_args(GroupBaseline)
 
     @property
@@ -227,12 +227,10 @@ class OffPolicyPPOConfig(GroupSection):
 
     @property
     def is_users_baseline(self) -> bool:
-        """Is the baseline in a file of the user's?"""
         return ":" in self.baseline
 
     @property
     def needs(self) -> Needs:
-        """Groups for a group baseline, a critic for the other, a reference for the KL."""
         has_critic = self.baseline == "critic"
         compared = self.compare if self.has_group_baseline else None
         # what a user's baseline reads nobody knows
@@ -250,7 +248,7 @@ class OffPolicyPPOConfig(GroupSection):
 
     @property
     def shapes_reward(self) -> bool:
-        """Is there a KL in the reward, and so in the baseline of the group, or of the batch?"""
+        """Is there a KL in the reward, and so in the baseline?"""
         return self.kl_beta > 0 and self.kl_in == "reward"
 
     @property
@@ -305,7 +303,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
 
 
 def _interpolated(inputs: LossInputs) -> Tensor:
-    """The log-probabilities of pi_prox between mu and pi, by the age of each token, constant: T."""
+    """Return the constant log-probabilities of pi_prox between mu and pi, by the age of each token: T."""
     assert inputs.lag_T is not None, "the config needs the age of each token, and the batch has none"
     lag_T = inputs.lag_T.to(inputs.logprobs_T.dtype)
     of_mu_T = torch.where(lag_T > 0, 1 / lag_T.clamp_min(1), 0.0)
@@ -314,7 +312,7 @@ def _interpolated(inputs: LossInputs) -> Tensor:
 
 
 def _weighing(config: OffPolicyPPOConfig, inputs: LossInputs) -> Weighing:
-    """The importance weight beside the surrogate: 1 where that is whole."""
+    """Return the importance weight beside the surrogate: 1 if that is whole."""
     if config.is_weighed_whole:
         one_T = torch.ones_like(inputs.behaviour_logprobs_T)
         return Weighing(one_T, torch.ones_like(one_T, dtype=torch.bool))
@@ -322,7 +320,7 @@ def _weighing(config: OffPolicyPPOConfig, inputs: LossInputs) -> Weighing:
 
 
 def _shares(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
-    """What each token counts in a mean: T."""
+    """Return the weight of each token in a mean: T."""
     one_T = torch.ones_like(inputs.behaviour_logprobs_T)
     if config.mean_over == "tokens":
         return one_T / max(1, one_T.numel())
@@ -366,8 +364,50 @@ def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards
     return group_advantages(config.compared(inputs), rewards_B, baseline)
 
 
+def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) -> Tensor:
+    """Return a sequence's reward on its last token, less a penalty on each: B, T -> T."""
+    rewards_T = -penalty_T
+    if rewards_T.numel() == 0:
+        return rewards_T
+    _, position_T = _positions(inputs)
+    last_T = position_T == inputs.length_B[inputs.sequence_T] - 1
+    return rewards_T + torch.where(last_T, rewards_B[inputs.sequence_T], 0.0)
+
+
+def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimates: A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}): T -> T.
+
+    The state after the last token has the value 0, also if the completion was cut off by length. Values, of the state
+    before each token, are constant in the gradient. `lam`, in [0, 1]: 1 is the return less the value, 0 the one-step
+    error.
+    """
+    if rewards_T.numel() == 0:
+        return torch.zeros_like(rewards_T)
+    width, position_T = _positions(inputs)
+    # one column more than the longest sequence: the value after the last token, which is 0
+    grid = torch.zeros(2, inputs.num_sequences, width, dtype=values_T.dtype, device=values_T.device)
+    grid[:, inputs.sequence_T, position_T] = torch.stack([rewards_T, values_T])
+    rewards_BL, values_BL = grid
+    error_BL = rewards_BL[:, :-1] + gamma * values_BL[:, 1:] - values_BL[:, :-1]
+    advantage_B = torch.zeros_like(error_BL[:, 0])
+    columns = []
+    for t in range(width - 2, -1, -1):
+        advantage_B = error_BL[:, t] + gamma * lam * advantage_B
+        columns.append(advantage_B)
+    return torch.stack(columns[::-1], dim=1)[inputs.sequence_T, position_T]
+
+
+def _positions(inputs: LossInputs) -> tuple[int, Tensor]:
+    """Return one more than the longest sequence, and the place of each token in its own: T. Needs a token."""
+    length_B = inputs.length_B
+    order_T = torch.argsort(inputs.sequence_T, stable=True)
+    start_B = torch.cumsum(length_B, 0) - length_B
+    place_T = torch.arange(order_T.numel(), device=order_T.device) - start_B[inputs.sequence_T[order_T]]
+    return int(length_B.max()) + 1, torch.empty_like(place_T).index_copy(0, order_T, place_T)
+
+
 def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
-    """The estimator of KL(pi || pi_ref) at each token, differentiable: T."""
+    """Return the differentiable estimator of KL(pi || pi_ref) at each token: T."""
     log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
     if config.kl_in == "loss":
         return log_ratio_T.square() / 2
@@ -376,7 +416,7 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
 
 
 def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> Tensor:
-    """Half the squared error of the values, clipped around the old ones; mean over tokens."""
+    """Return half the squared error of the values, clipped around the old ones; mean over tokens."""
     assert inputs.values_T is not None, "the config needs a critic, and the batch has no values"
     assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no old values"
     old_T = inputs.old_values_T.detach()
@@ -395,7 +435,7 @@ def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Ten
 
 
 def _explained_variance(returns_T: Tensor, old_T: Tensor) -> float | None:
-    """Share of the variance of the returns that the old values foretold; None where the returns do not differ."""
+    """Return the share of the returns' variance that the old values predicted; None if the returns are equal."""
     if returns_T.numel() == 0:
         return None
     # equal returns differ by rounding, which is no variance to explain

@@ -56,7 +56,6 @@ class OnlineDPOConfig(WeighedGroupSection):
 
     @property
     def needs(self) -> Needs:
-        """A pair takes two samples; the margin is measured from the reference."""
         return Needs(
             groups=True,
             prompts=self.compare == "prompt",

@@ -34,10 +34,8 @@ ALGORITHMS: dict[str, Algorithm] = {name: import_module(f"algorithms.{name}").AL
 
 
 def algorithm_of(name: str) -> Algorithm:
-    """The algorithm of an `algorithm.type`: one of `FILES`, or FILE.py:NAME of a user's.
-
-    Raises:
-        UserFileError: the file has none of that name, or what it has is no Algorithm.
+    """Return the algorithm of an `algorithm.type`, one of `FILES` or FILE.py:NAME of a user's; UserFileError if it has
+    none.
     """
     if not is_reference(name):
         return ALGORITHMS[name]
@@ -56,7 +54,7 @@ def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> Algorith
 
 
 def _section_of(values: dict[str, Any]) -> AlgorithmSection:
-    """Make the section of a user's algorithm from plain values, or raise UserFileError; it can be made from its own."""
+    """Make the section of a user's algorithm from plain values, or raise UserFileError."""
     reference, algorithm = values["type"], algorithm_of(values["type"])
     section_class = algorithm.config_class
     with blamed(f"type = '{reference}'"):
@@ -96,9 +94,9 @@ else:
 
 
 def loss_for(config: AlgorithmConfig) -> Loss:
-    """The loss of a config, as a function of a batch alone, of which `algorithms.base.check_inputs` finds no fault.
+    """Return the loss of a config, as a function of a batch of which `algorithms.base.check_inputs` finds no fault.
 
-    It raises UndeclaredInput where the loss reads what its `needs` do not declare, UserFileError where a user's fails.
+    It raises UndeclaredInput if the loss reads what its `needs` do not declare, UserFileError if a user's fails.
     """
     loss = algorithm_of(config.type).loss
     needs = config.needs
@@ -150,14 +148,11 @@ _STAND_INS: dict[str, type[_Undeclared]] = {
     need: type("_Undeclared", (_Undeclared,), {"field": f"{need}_logprobs_T", "need": need})
     for need in ("reference", "behaviour", "proximal")
 }
-"""By the need that would have to be declared."""
 
 
 def only_declared(inputs: LossInputs, needs: Needs) -> LossInputs:
-    """The inputs without those that a loss has not declared.
-
-    Reading one of these raises UndeclaredInput: what a run left out is NaN or 0, which would pass for a fault of the
-    data some steps later.
+    """Replace the inputs that a loss has not declared: left out they are NaN or 0, which would pass for a fault of the
+    data.
     """
     undeclared: dict[str, Any] = {
         each.field: torch.empty(0).as_subclass(each) for need, each in _STAND_INS.items() if not getattr(needs, need)

@@ -32,7 +32,7 @@ from torch import Tensor
 from algorithms.base import Correction, Interval, LossInputs, clamped_exp
 
 _LEAST = 1e-12
-"""Of 1 - p: the probability of all other tokens, before its logarithm is taken."""
+"""Of 1 - p, before its logarithm is taken."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Objective:
     weight_T: Tensor | None = None
     """The weight pi / mu that a whole surrogate has applied itself."""
     sums_to_sequence: bool = False
-    """Is each token's a share of its sequence's, so that the length is divided out already?"""
+    """Is the length divided out already?"""
 
 
 class TokenClip(Correction):
@@ -57,7 +57,6 @@ class TokenClip(Correction):
     dual_clip: float | None = Field(default=None, gt=1, description="c of the dual clip; unset: none.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
-        """min(u A, clip(u) A), and where A < 0 the greater of that and c A."""
         ratio_T = clamped_exp(inputs.logprobs_T - inputs.proximal_logprobs_T.detach())
         found = _pessimistic(ratio_T, advantage_T, 1 - self.clip_low, 1 + self.clip_high)
         if self.dual_clip is None:
@@ -75,7 +74,7 @@ class SequenceClip(Correction):
     clip_high: PositiveFloat = Field(default=0.2, description="prod u is clipped above at 1 + clip_high.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
-        """min(u A, clip(u) A) of the sequence, in equal parts on its tokens, so that they sum to it."""
+        """min(u A, clip(u) A) of the sequence, in equal parts on its tokens."""
         log_u_T = inputs.logprobs_T - inputs.proximal_logprobs_T.detach()
         ratio_B = clamped_exp(inputs.sum_per_sequence(log_u_T))
         found = _pessimistic(ratio_B[inputs.sequence_T], advantage_T, 1 - self.clip_low, 1 + self.clip_high)
@@ -91,7 +90,6 @@ class GSPO(Correction):
     clip_high: PositiveFloat = Field(default=4e-4, description="exp(mean log u) is clipped above at 1 + clip_high.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
-        """min(s A, clip(s) A) on every token; how tokens are averaged is the loss's (`mean_over`)."""
         log_u_T = inputs.logprobs_T - inputs.proximal_logprobs_T.detach()
         ratio_B = clamped_exp(inputs.mean_per_sequence(log_u_T))
         return _pessimistic(ratio_B[inputs.sequence_T], advantage_T, 1 - self.clip_low, 1 + self.clip_high)
@@ -124,7 +122,6 @@ class VESPO(Correction):
     lambda_negative: PositiveFloat = Field(default=2.0, description="l where A < 0.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
-        """sg[phi(W)] A log pi; it has no bounds to meet."""
         log_w_T = (inputs.logprobs_T - inputs.behaviour_logprobs_T).detach()
         log_w_T = inputs.sum_per_sequence(log_w_T)[inputs.sequence_T]
         negative_T = (advantage_T < 0).to(log_w_T.dtype)
@@ -169,7 +166,7 @@ AnyClipped = SequenceClip | GSPO | CISPO
 AnyWhole = VESPO | DPPO
 AnySurrogate = AnyClipped | AnyWhole
 Surrogate = TokenClip | AnySurrogate
-"""Measures an update: `objective` is of each token, and constant in the proximal and behaviour log-probabilities."""
+"""`objective` is of each token, and constant in the proximal and behaviour log-probabilities."""
 
 
 def _pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Objective:

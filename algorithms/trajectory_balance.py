@@ -65,7 +65,6 @@ class TrajectoryBalanceConfig(WeighedGroupSection):
 
     @property
     def needs(self) -> Needs:
-        """A prompt's samples for log Z, and the reference that the target is tilted from."""
         return Needs(
             groups=True,
             prompts=self.compare == "prompt",

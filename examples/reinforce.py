@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveFloat
 
-from algorithms.advantages import group_advantages
-from algorithms.base import Algorithm, GroupSection, LossInputs, LossOutput, Needs
+from algorithms.base import Algorithm, GroupSection, LossInputs, LossOutput, Needs, group_advantages
 
 
 class ReinforceConfig(GroupSection):

@@ -1,7 +1,6 @@
 """GPUs: which the workers of a run ask for, what those that share one may take of it, and which this machine has.
 
-The driver's own `nvidia-smi` says what there is, for the command of a run must not open a GPU: a context takes half a
-gigabyte of it for as long as the run lives.
+`nvidia-smi` says what there is: the command of a run must not open a GPU, whose context takes half a gigabyte.
 
     check_gpus     what the config alone says wrong
     lacking_here   what it asks for, of CPUs too, and this machine has not
@@ -30,7 +29,7 @@ if TYPE_CHECKING:  # with torch
 USABLE_SHARE = 0.95
 """Of a GPU that an actor and the learner share, for both: contexts and libraries are in neither share."""
 SPIKE_BYTES = int(1.5 * GIB)
-"""What an engine takes beside its share for a moment where a layer's new weights come, above all the embedding's."""
+"""What an engine takes for a moment beside its share as a layer's new weights come."""
 FIRST_WITH_BFLOAT16 = 8.0
 MIN_DRIVER = 580
 """Of the CUDA 13 wheels, which the pinned torch and vLLM are."""
@@ -40,7 +39,7 @@ SMI_LIMIT_S = 10.0
 
 
 class Gpu(NamedTuple):
-    """One GPU of this machine, as its driver tells of it."""
+    """One GPU of this machine, as its driver reports it."""
 
     number: int
     uuid: str
@@ -49,14 +48,14 @@ class Gpu(NamedTuple):
     total_bytes: int
     used_bytes: int
     capability: float
-    """Compute capability, as 9.0; 0 where an old driver does not say."""
+    """Compute capability, as 9.0; 0 if an old driver does not say."""
 
     def __str__(self) -> str:
         return f"GPU {self.number} ({self.name}, {self.total_bytes / GIB:.0f} GiB)"
 
 
 class GpuProcess(NamedTuple):
-    """A process that computes on a GPU of this machine; whose memory a container may hide."""
+    """A process that computes on a GPU of this machine; a container may hide its memory."""
 
     uuid: str
     pid: int
@@ -65,7 +64,7 @@ class GpuProcess(NamedTuple):
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; none where the driver says nothing."""
+    """Return those that CUDA_VISIBLE_DEVICES leaves; none if the driver does not answer."""
     query = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.used"
     found = []
     for row in _ask(f"{query},compute_cap") or _ask(query):  # an old driver refuses all for a field that it has not
@@ -82,7 +81,6 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 
 def gpu_processes() -> list[GpuProcess]:
-    """Of all users, as far as the driver shows them here."""
     found = []
     for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         with suppress(ValueError, IndexError):
@@ -92,7 +90,7 @@ def gpu_processes() -> list[GpuProcess]:
 
 
 def _ask(query: str) -> list[list[str]]:
-    """The rows of an answer; none where there is no driver, or it does not answer."""
+    """Return the rows of an answer; none without a driver or an answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -109,11 +107,7 @@ def _ask(query: str) -> list[list[str]]:
 
 
 def check_gpus(config: Config) -> None:
-    """Hold what workers reserve of GPUs, and take of their memory, against each other.
-
-    Raises:
-        ConfigError: a worker has a part of a GPU, or one that it leaves idle; or the pair of `launch.colocate` is none.
-    """
+    """Refuse parts of a GPU, GPUs that a worker leaves idle, and a `launch.colocate` that is no pair: ConfigError."""
     engines = [(pool, pool.config.tensor_parallel_size) for pool in actor_pools(config)]
     for pool, most in [*((pool, 1) for pool in stage_pools(config)), *engines]:
         if (gpus := pool.bundle.get("GPU", 0.0)) > most:
@@ -177,7 +171,7 @@ def _check_stages(config: Config, pools: Sequence[WorkerPool]) -> None:
 
 
 def lacking_here(config: Config) -> str:
-    """What the workers reserve and this machine has not, where Ray starts here and no host joins it."""
+    """Return what the workers reserve and this machine has not, if Ray starts here and no host joins it."""
     if config.launch.ray_address is not None:
         return ""
     import torch
@@ -198,7 +192,7 @@ def lacking_here(config: Config) -> str:
 
 
 def _lacking_gpus(config: Config) -> str:
-    """What the workers need of this machine's GPUs beside their number, and do not find; '' where nothing."""
+    """Return what the workers need of this machine's GPUs beside their number, and do not find; '' if nothing."""
     import torch
 
     if not torch.cuda.is_available():
@@ -210,7 +204,7 @@ def _lacking_gpus(config: Config) -> str:
 
 
 def unfit(config: Config, gpus: Sequence[Gpu]) -> str:
-    """Why one of these GPUs cannot serve a worker that may get it; '' where all can."""
+    """Return why one of these GPUs cannot serve a worker that may get it; '' if all can."""
     old = [gpu for gpu in gpus if 0 < gpu.capability < FIRST_WITH_BFLOAT16]
     if old and (key := _asks_for_bfloat16(config)):
         return (
@@ -228,7 +222,7 @@ def unfit(config: Config, gpus: Sequence[Gpu]) -> str:
 
 
 def _asks_for_bfloat16(config: Config) -> str:
-    """The first key that does, of workers with GPUs."""
+    """Return the first key that does, of workers with GPUs."""
     if config.learner.precision == "bfloat16" and any(pool.bundle.get("GPU") for pool in stage_pools(config)):
         return "learner.precision"
     for pool in actor_pools(config):
@@ -241,7 +235,7 @@ def _asks_for_bfloat16(config: Config) -> str:
 
 
 def stage_need(config: Config) -> MemoryNeed | None:
-    """What the stage that needs most takes of its device; None where no stage has a GPU, or no model is here yet."""
+    """Return the need of the stage that needs most; None if no stage has a GPU, or no model is here yet."""
     path = Path(config.model.path or "")
     frozen = list(config.model.frozen.values()) or [path]
     if not _gpus_of_stages(config) or config.model.path is None or not all(map(Path.exists, (path, *frozen))):
@@ -265,7 +259,7 @@ def stage_need(config: Config) -> MemoryNeed | None:
 
 
 def too_small(config: Config, need: MemoryNeed, gpus: Sequence[Gpu]) -> str:
-    """Which GPU that a stage may get does not hold what it takes, and what would help; '' where all do."""
+    """Return which GPU that a stage may get is too small, and what would help; '' if none is."""
     limit = config.learner.model_copy(update={"gpus": _gpus_of_stages(config)}).memory_limit or 1.0
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
     if smallest is None or need.size_bytes <= (room := int(limit * smallest.total_bytes)):
@@ -285,7 +279,7 @@ def too_small(config: Config, need: MemoryNeed, gpus: Sequence[Gpu]) -> str:
 
 
 def describe_gpus(config: Config) -> list[str]:
-    """What a dry run says of GPUs: who shares one, what a stage takes of its own, and what makes stages slow."""
+    """Return the lines of a dry run about GPUs: who shares one, what a stage takes, and what makes stages slow."""
     lines = []
     if config.launch.colocate:
         lines.append(
@@ -310,5 +304,5 @@ def describe_gpus(config: Config) -> list[str]:
 
 
 def _gpus_of_stages(config: Config) -> float:
-    """What a stage reserves, at least; 0 where it computes on the CPU."""
+    """What a stage reserves, at least; 0 if it computes on the CPU."""
     return 0.0 if config.learner.device == "cpu" else min(pool.bundle.get("GPU", 0.0) for pool in stage_pools(config))

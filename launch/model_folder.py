@@ -46,11 +46,7 @@ STARTED_NOTE = (
 
 
 def fetch_model(model: ModelConfig, *, is_there: bool) -> Path:
-    """The folder of the model, made or downloaded where it has to be; model.path may be there, and was checked then.
-
-    Raises:
-        ConfigError: it cannot be had; says why and what to try.
-    """
+    """Return the model's folder, made or downloaded if necessary; ConfigError says why not and what to try."""
     if model.path is None:
         return _download(*model.on_hub)
     if not is_there:
@@ -92,11 +88,7 @@ def _make(recipe: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which leaves nothing behind; the system gives it back where this process is killed.
-
-    Raises:
-        ConfigError: another command holds it for longer than a recipe may take.
-    """
+    """Hold a folder's lock; ConfigError if another command holds it for longer than a recipe may take."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not try_lock(descriptor):
@@ -157,7 +149,7 @@ def _check_loads(path: Path, key: str, *, is_served: bool) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """What it warns of is either an error here, or nothing."""
+    """Silence its warnings: each is either an error here, or nothing."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -210,7 +202,7 @@ def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> It
 
 
 def check_frozen(config: Config, model: ModelFacts | None) -> None:
-    """Models that score samples, each as the model itself; what it trains on has to be of one vocabulary."""
+    """Check the models that score samples as the model itself; they need its vocabulary."""
     for key, path in config.model.frozen.items():
         facts = check_model(config, path, key)
         if model is not None and facts.vocab_size != model.vocab_size:
@@ -221,13 +213,13 @@ def check_frozen(config: Config, model: ModelFacts | None) -> None:
 
 
 _MAX_TRIES = 5
-"""A run that lives removes its old checkpoints, perhaps the one that is just being read."""
+"""A living run removes its old checkpoints, perhaps the one that is just being read."""
 
 
 def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], object]) -> ExportedModel:
-    """Write the checkpoint of a step of a run as a Hugging Face folder, by default the newest that is whole.
+    """Write a checkpoint of a run as a Hugging Face folder, by default the newest that is whole.
 
-    `say` is told of damaged ones that are passed over.
+    `say` gets a line for each damaged one that is passed over.
 
     Raises:
         ConfigError: one sentence, with what to try.
@@ -257,11 +249,7 @@ def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], 
 
 
 def _candidates(folder: RunFolder, step: int | None) -> list[int]:
-    """The steps that may be taken, newest first.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the steps that may be taken, newest first; ConfigError if there is none."""
     steps = steps_in(folder.checkpoints)
     if not steps:
         raise ConfigError(
@@ -281,11 +269,7 @@ def _others(folder: RunFolder, step: int | None) -> str:
 
 
 def _model_folder(config: Config) -> Path:
-    """The model that training started from, as it lies on this machine.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+    """Return the model that training started from; ConfigError if it is not on this machine."""
     if config.model.path is not None:
         path = Path(config.model.path)
         if not (path / "config.json").is_file():

@@ -23,21 +23,20 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ENGINE_BYTES = int(1.3 * GIB)
 """A vLLM engine and its actor without a model, on CPU; taken for one on a GPU as well."""
 STAGE_BYTES = int(0.5 * GIB)
-"""A stage without a model: torch and Transformers loaded."""
 REST_BYTES = int(1.1 * GIB)
 PROMPT_BYTES = 4
-"""Per byte of a file of prompts, in each process that loads it: as if a token were a character."""
+"""Per byte of a file of prompts, in each process that loads it."""
 LARGE_BYTES = GIB // 4
-"""Of prompts in a process; fewer are not worth a mention."""
+"""Prompts below it are not mentioned."""
 _SURE_SHARE = 0.8
-"""Of the memory that is foretold; the demo took more."""
+"""Of the predicted memory; the demo took more."""
 TRAINED_BYTES = 16
 """Per parameter: float32 weight, gradient and two moments."""
 REFERENCE_BYTES = 4
 CHECKPOINT_BYTES = 12
-"""Per parameter: weight and two moments, in a checkpoint and in the host copy that it is written from."""
+"""Per parameter: weight and two moments, in a checkpoint and in its host copy."""
 HOST_COPIES = 3
-"""Of the weights that are published, in each dtype: two, and a third where deltas are made."""
+"""Of the published weights, in each dtype: two, and a third for deltas."""
 TOKEN_BYTES = 12
 """Of a stored token: id, log-probability, reference log-probability."""
 SAMPLE_BYTES = 1536
@@ -46,7 +45,7 @@ BROADCAST_BYTES = 160 * 2**20
 """What vLLM sends to the workers of an engine of several GPUs: ten messages of its largest."""
 ANSWERS_BYTES = 240 * 2**20
 NCCL_BYTES = 64 * 2**20
-"""Of a rank among others on its host, where GPUs do not reach each other directly."""
+"""Of a rank among others on its host, if GPUs do not reach each other directly."""
 
 
 class Need(NamedTuple):
@@ -54,29 +53,27 @@ class Need(NamedTuple):
 
     size_bytes: int
     parts: str
-    """What it is made of, in words."""
 
     @classmethod
     def of(cls, parts: Mapping[str, int]) -> Need:
-        """Bytes of each part, by its name."""
         return cls(sum(parts.values()), ", ".join(f"{name} {gib(size)}" for name, size in parts.items()))
 
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """Rough figures, on the safe side, but that activations are not in them."""
+    """Rough figures, on the safe side, but without activations."""
 
     disk: Need
     memory: Need
-    """On this machine, where it is the only one."""
+    """On this machine, if it is the only one."""
     staging_bytes: int
     """In /dev/shm, for weights that came over the network."""
     queues_bytes: int = 0
-    """In /dev/shm, between the processes of an engine of several GPUs, and between stages on GPUs; nowhere else."""
+    """In /dev/shm, between the processes of an engine of several GPUs, and between stages on GPUs."""
 
     @classmethod
     def of(cls, config: Config) -> MachineNeeds | None:
-        """None where the model is not here yet, so that its size is not known."""
+        """None if the model is not here yet."""
         sizes = _sizes(Path(config.model.path)) if config.model.path is not None else {}
         if not sizes:
             return None
@@ -109,7 +106,7 @@ class MachineNeeds:
 
 
 def with_limits(plan: Plan) -> Plan:
-    """Return the plan, with the limit of this process that the run would exceed at its start, if any, as `lacking`."""
+    """Return the plan, with the first limit of this process that the run would exceed as `lacking`."""
     config, left = plan.config, memory_left()
     if plan.lacking or config.launch.ray_address is not None:
         return plan
@@ -124,19 +121,19 @@ def with_limits(plan: Plan) -> Plan:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Parameters of each tensor of a model; empty where it is not here."""
+    """Return the parameters of each tensor of a model; empty if it is not here."""
     return {name: math.prod(tensor.shape) for name, tensor in tensors_in(folder).items()}
 
 
 def _num_served(sizes: Mapping[str, int]) -> int:
-    """Parameters, with a head that is the embedding: it is served, and held by the first and the last stage, apart."""
+    """Return the parameters, counting a tied head: it is served, and held by the first and the last stage."""
     return sum(sizes.values()) + sum(
         size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes
     )
 
 
 def _in_stages(config: Config, num_trained: int) -> int:
-    """Bytes of host memory per parameter that all stages hold together, without what they publish."""
+    """Return the bytes of host memory per parameter of all stages, without what they publish."""
     return config.learner.num_replicas * num_trained * (CHECKPOINT_BYTES + TRAINED_BYTES * _trains_on_cpu(config))
 
 
@@ -147,7 +144,7 @@ def _trains_on_cpu(config: Config) -> bool:
 
 
 def _frozen_bytes(config: Config, num_served: int) -> int:
-    """Host memory that all stages hold together of the models that score; without any of its own it is the model."""
+    """Return the host memory of all stages for the models that score; without any of its own it is the model."""
     kept_in = ("cpu", "none") if _trains_on_cpu(config) else ("cpu",)
     if not config.algorithm.needs.reference or config.learner.reference_offload not in kept_in:
         return 0
@@ -156,14 +153,14 @@ def _frozen_bytes(config: Config, num_served: int) -> int:
 
 
 def _of_prompts(task: TaskConfig, num_actors: int) -> dict[str, int]:
-    """Return the bytes that this command and all actors hold of a large file of prompts; nothing for a small one."""
+    """Return the bytes that this command and all actors hold of a large file of prompts."""
     files = [task.path, task.heldout_path] if isinstance(task, FileTask) else []
     size_bytes = PROMPT_BYTES * sum(os.path.getsize(file) for file in files if file and os.path.exists(file))
     return {"prompts": (1 + num_actors) * size_bytes} if size_bytes > LARGE_BYTES else {}
 
 
 def _queues_bytes(config: Config) -> int:
-    """At most, where all of them are on this machine."""
+    """At most, with all of them on this machine."""
     split = [pool for pool in actor_pools(config) if pool.config.tensor_parallel_size > 1]
     queues = sum(pool.count * (BROADCAST_BYTES + pool.config.tensor_parallel_size * ANSWERS_BYTES) for pool in split)
     num_ranks = sum(pool.count for pool in stage_pools(config) if pool.bundle.get("GPU"))
@@ -171,7 +168,7 @@ def _queues_bytes(config: Config) -> int:
 
 
 def _buffer_bytes(config: Config) -> int:
-    """At most: all samples of the run, as long as they may be, or what the buffer may hold."""
+    """At most: all samples of the run at full length, or the buffer's capacity."""
     learner, buffer = config.learner, config.buffer
     num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
     longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES
@@ -179,7 +176,7 @@ def _buffer_bytes(config: Config) -> int:
 
 
 def weights_of_engines(config: Config) -> dict[str, int]:
-    """Bytes on each GPU of an engine, by pool; of pools with GPUs, where the model is here."""
+    """Return the bytes on each GPU of an engine, by pool with GPUs, if the model is here."""
     num = _num_served(_sizes(Path(config.model.path))) if config.model.path is not None else 0
     with_gpus = [pool for pool in actor_pools(config) if pool.config.gpus] if num else []
     return {pool.name: _BYTES[pool.config.dtype] * num // pool.config.tensor_parallel_size for pool in with_gpus}

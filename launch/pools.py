@@ -21,7 +21,7 @@ HOST_UNIT = 1e-3
 """Of the pool's resource, which a worker reserves; a host that carries 1 is never used up by it."""
 
 PART_OF_GPU = 0.5
-"""Of a GPU, which Ray reserves for each of the two workers of `launch.colocate`."""
+"""Of a GPU, for each of the two workers of `launch.colocate`."""
 
 Bundle = Mapping[str, float]
 """What a worker reserves, by Ray resource; never with a 0."""
@@ -34,7 +34,7 @@ class WorkerPool:
     name: str
     count: int
     bundle: Bundle
-    """Of each worker; empty where it reserves nothing and may be on any host."""
+    """Of each worker; empty if it reserves nothing and may be on any host."""
 
     def describe(self) -> str:
         wanted = ", ".join(f"{kind}: {amount:g}" for kind, amount in self.bundle.items())
@@ -50,11 +50,7 @@ class ActorPool(WorkerPool):
 
 
 def actor_pools(config: Config) -> list[ActorPool]:
-    """The pools of actors, in the order of the file.
-
-    Raises:
-        ConfigError: `[actors]` says another number of actors.
-    """
+    """Return the pools of actors, in the order of the file; ConfigError if `[actors]` says another number."""
     common = config.actors
     sections = {name: section for name, section in config.pools.items() if section.role == "actors"}
     if not sections:
@@ -77,16 +73,12 @@ def actor_pools(config: Config) -> list[ActorPool]:
 
 
 def serving_dtypes(config: Config) -> tuple[str, ...]:
-    """In which precisions actors serve, each once; the learner publishes the weights in all of them."""
+    """Return the precisions that actors serve in; the learner publishes the weights in all of them."""
     return tuple(sorted({pool.config.dtype for pool in actor_pools(config)}))
 
 
 def stage_pools(config: Config) -> list[WorkerPool]:
-    """The pools of the learner; its ranks are in them in this order.
-
-    Raises:
-        ConfigError: they hold more or fewer ranks than the learner has.
-    """
+    """Return the pools of the learner, with its ranks in this order; ConfigError if they hold more or fewer."""
     learner = config.learner
     num_ranks = learner.num_replicas * learner.num_stages
     sections = {name: section for name, section in config.pools.items() if section.role == "learner"}
@@ -106,19 +98,18 @@ def stage_pools(config: Config) -> list[WorkerPool]:
 
 
 def resource_of(name: str, section: PoolConfig) -> str:
-    """The Ray resource of the pool's hosts; '' where any host will do."""
+    """Return the Ray resource of the pool's hosts; '' if any host will do."""
     return f"pool_{name}" if section.resource is None else section.resource
 
 
 def resources_of(config: Config) -> Iterator[str]:
-    """The Ray resources that hosts of the run's pools carry."""
     for name, section in config.pools.items():
         if resource := resource_of(name, section):
             yield resource
 
 
 def _as_stages(config: Config, name: str, count: int) -> WorkerPool:
-    """A pool of so many whose workers reserve what stages do, unless it says otherwise."""
+    """Return a pool whose workers reserve what stages do, unless it says otherwise."""
     section, learner = config.pools[name], config.learner
     cpus = learner.cpus if section.cpus is None else section.cpus
     gpus = learner.gpus if section.gpus is None else section.gpus

@@ -3,8 +3,7 @@
 config     the `[task]` section
 task       Task, Problem, RewardFunction; PromptCodec: prompts to token ids, completions to text
 prompts    Template: an item's columns to the text of a prompt; held_out: a question's hash has it train or evaluate;
-           teachers_of: who teaches a prompt
-           the rows of a JSONL or Parquet file
+           teachers_of: the teacher of a prompt; the rows of a JSONL or Parquet file
 gym        any reasoning-gym dataset by name
 functions  reward functions from FILE.py:FUNCTION, in TRL's shape
 rules      rewards by name: math, exact, contains, regex, code
@@ -52,15 +51,12 @@ def check_task(
     import_limit_s: float | None = None,
     teachers: Sequence[str] = (),
 ) -> TaskFacts:
-    """Find every mistake in a `[task]` section that can be found before a process starts.
+    """Find every mistake in a `[task]` section that can be found before a process starts; TaskError says what to do.
 
     Reads the data and renders every prompt. Reward files are parsed; with a limit of time they are also imported, in a
-    process of their own, judges are asked for their models, and this machine is looked at for what rules and a cut
-    network need. Without a model folder neither lengths of prompts nor classifiers are looked at, and nothing heavy is
-    imported; with one `Task.check_prompts` looks at them. Of teachers, by their names, each prompt must have one.
-
-    Raises:
-        TaskError: says which key or file is wrong and what to do.
+    process of their own, judges are asked for their models, and this machine is checked for what rules and a cut
+    network need. Without a model folder neither lengths of prompts nor classifiers are checked, and nothing heavy is
+    imported. With teachers, by their names, each prompt must have one.
     """
     reads = None if teachers else _read_columns(config)
     split, columns = _problems(config, None if reads is None else {*reads, PROMPTS})
@@ -88,7 +84,7 @@ def check_task(
 def _check_named(
     name: str, config: ReasoningGymTask | FileTask, columns: list[str], task: Task, *, has_model: bool, here: bool
 ) -> None:
-    """Look at what stands under a name of `rewards`; what imports much is imported where it is asked for."""
+    """Check what stands under a name of `rewards`; heavy imports are made on use."""
     section = config.named_rewards.get(name)
     if isinstance(section, Judge):
         from actors.tasks.reward_models import check_judge
@@ -118,7 +114,7 @@ def load_encoded(
 
 
 def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: PromptCodec | None = None) -> Task:
-    """The task with these columns (None: all), its rewards not yet loaded; TaskError as `check_task`."""
+    """Return the task with these columns (None: all), its rewards not yet loaded; TaskError as `check_task`."""
     split, columns = _problems(config, reads, codec)
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
@@ -156,7 +152,7 @@ def _read_columns(config: ReasoningGymTask | FileTask) -> frozenset[str] | None:
 
 
 def load_reward(function: RewardFunction) -> Call:
-    """Load it into this process: runs the user's file, or loads the model. TaskError where that fails."""
+    """Load it into this process: runs the user's file, or loads the model; TaskError if that fails."""
     named = function.named
     if function.reference:
         return load_function(function.reference, function.columns)

@@ -46,16 +46,14 @@ class _Way(NamedTuple):
 
 
 def check_code(name: str, rule: CodeRule) -> str:
-    """What the kernel refuses to the programs here; '' where they are isolated.
-
-    Raises:
-        TaskError: they cannot be run, or not as the rule requires it.
+    """Return what the kernel refuses to the programs here; '' if they are isolated. TaskError if they cannot run, or
+    not as required.
     """
     return _way(name, rule)[1]
 
 
 def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> Call:
-    """The rule as a reward function; TaskError as `check_code`. What it may not have of the kernel is logged once."""
+    """Return the rule as a reward function; TaskError as `check_code`. What the kernel refuses is logged once."""
     way, refusal = _way(name, rule)
     if refusal:
         _log.warning("reward %s: %s. To isolate them, %s", name, refusal, sandbox.HINT)
@@ -78,7 +76,7 @@ def load_code(name: str, rule: CodeRule, look_up: Callable[[Problem], Any]) -> C
 
 
 def source_of(completion: str) -> str:
-    """The last fenced block of Python, else the last of no language; all of a completion that has no fence."""
+    """Return the last fenced block of Python, else the last of no language; all of a completion that has no fence."""
     found, block = dict[str, str](), list[str]()
     language, depth, width = None, 0, 0  # of the block that is open
     for line in completion.split("\n"):
@@ -99,7 +97,6 @@ def source_of(completion: str) -> str:
 
 
 def _text_of(block: list[str]) -> str:
-    """Its lines, which may be indented as those of a list are."""
     return textwrap.dedent("\n".join(block))
 
 
@@ -130,15 +127,11 @@ _RUNS = re.compile(r"\b(unittest|pytest)\.main\(|^(sys\.)?exit\(0?\)$")
 _ASSERTS = re.compile(r"(^|\.)(assert\w*|raises|warns|fail)$")
 _MAY_FAIL = re.compile(r"\braise\b|leeway_ran")
 _NO_CODE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
-"""Raised where a text is no Python."""
+"""Raised if a text is no Python."""
 
 
 def check_tests(name: str, problems: Sequence[Problem], look_up: Callable[[Problem], Any]) -> None:
-    """Find a rule that can score none of these problems.
-
-    Raises:
-        TaskError: says why the first has no score.
-    """
+    """Find a rule that can score none of these problems; TaskError says why the first has no score."""
     tests = (_tests(look_up(problem), problem.columns) for problem in problems)
     first = next(tests, None)
     if isinstance(first, NoScore) and all(isinstance(one, NoScore) for one in tests):
@@ -147,14 +140,14 @@ def check_tests(name: str, problems: Sequence[Problem], look_up: Callable[[Probl
 
 
 def _tests(value: Any, columns: Mapping[str, Any]) -> list[_Test] | NoScore:  # noqa: ANN401 -- any JSON
-    """Return what the sandbox is to do after the source, one entry per test."""
+    """Return the sandbox's tasks after the source, one per test."""
     tests = [_test(one, columns) for one in _listed(value)]
     wrong = next((one for one in tests if isinstance(one, NoScore)), None if tests else NoScore(_UNKNOWN, "no test"))
     return wrong or [one for one in tests if isinstance(one, dict)]
 
 
 def _parsed(value: Any) -> Any:  # noqa: ANN401 -- any JSON
-    """Return what a text holds as JSON or as a literal of Python, else the text itself."""
+    """Return a text's content as JSON or as a literal of Python, else the text itself."""
     for parse in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
         with contextlib.suppress(*_NO_CODE):
             return parse(value)
@@ -199,7 +192,7 @@ def _test(one: Any, columns: Mapping[str, Any]) -> _Test | NoScore:  # noqa: ANN
 
 
 def _call(given: Any, wanted: Any, *, is_wrapped: bool) -> _Test | None:  # noqa: ANN401 -- any JSON
-    """Return a call, whose arguments are a list, an object, or one to a line; None where they are no values."""
+    """Return a call, whose arguments are a list, an object, or one to a line; None if they are no values."""
     if isinstance(given, str):
         lines = [line for line in given.splitlines() if line.strip()]
         given, wanted = [_parsed(line) for line in lines], _parsed(wanted)
@@ -252,7 +245,6 @@ class _Recorder(ast.NodeTransformer):
         self.imports, self.names, self.can_assert = set[str](), set[str](), False
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """Change what a node holds, then itself."""
         self.generic_visit(node)
         match node:
             case ast.Import() | ast.ImportFrom():
@@ -328,10 +320,9 @@ async def _run(rule: CodeRule, way: _Way, programs: list[_Test]) -> list[bool | 
 
 
 def _way(name: str, rule: CodeRule) -> tuple[_Way, str]:
-    """The best way that the kernel allows, and what it refuses, where it isolates nothing.
+    """Return the best way that the kernel allows, and its refusal if that isolates nothing.
 
-    Raises:
-        TaskError: programs cannot be run at all, or only without an isolation that the rule requires.
+    TaskError if programs cannot be run at all, or only without a required isolation.
     """
     users = (True, False) if os.geteuid() == 0 else (False,)
     refusal = ""
@@ -352,7 +343,7 @@ def _way(name: str, rule: CodeRule) -> tuple[_Way, str]:
 
 
 def _try(rule: CodeRule, way: _Way) -> str:
-    """Run a program that does nothing; returns why that cannot be."""
+    """Run a program that does nothing; return why that cannot be."""
     patient = rule.model_copy(update={"timeout_s": _PROBE_S})
     job = _job(patient, way, [{"source": "print(input())", "stdin": "here", "stdout": "here"}])
     try:

@@ -42,12 +42,9 @@ def parse_reference(reference: str) -> tuple[Path, str]:
 
 
 def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str]) -> None:
-    """Check reward functions, each as FILE.py:FUNCTION, without running their files, which may import anything.
+    """Check reward functions, each as FILE.py:FUNCTION or `named`, without running their files.
 
-    Names of reward models and rules may stand between them.
-
-    Raises:
-        TaskError: a file or function is missing, or a function needs an argument that no column provides.
+    TaskError if a file or function is missing, or a function needs an argument that no column provides.
     """
     names = [reference.rpartition(":")[2] for reference in references]
     twice = {name for name in names if names.count(name) > 1}
@@ -88,9 +85,8 @@ def arguments_of(reference: str) -> frozenset[str] | None:
 
 def _check_definition(tree: ast.Module, reference: str, function: str, columns: Collection[str]) -> None:
     own: set[str] = set()
-    """Functions of the file itself."""
     others: set[str] = set()
-    """Whatever else may be one: a name that is assigned, or imported."""
+    """Other names that may be one: assigned, or imported."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own.add(node.name)
@@ -139,7 +135,7 @@ except TaskError as error:
 
 
 def check_network(config: ReasoningGymTask | FileTask) -> None:
-    """See that this machine can cut rewards off from the network, where it is to; TaskError where it cannot."""
+    """See that this machine can cut rewards off from the network, if asked to; TaskError if it cannot."""
     why = "" if config.reward_network else why_not_cut()
     if why:
         raise TaskError(
@@ -151,10 +147,9 @@ def check_network(config: ReasoningGymTask | FileTask) -> None:
 def try_imports(
     references: Sequence[str], columns: Collection[str], limit_s: float, *, has_network: bool = True
 ) -> None:
-    """Load the functions as an actor does, but in a process of their own: what a file does stays there.
+    """Load the functions as an actor does, but in a process of their own.
 
-    Raises:
-        TaskError: as `load_function`; or the import ends the process, or does not end in time.
+    TaskError as `load_function`; or if the import ends the process, or does not end in time.
     """
     if not references:
         return
@@ -180,10 +175,8 @@ def try_imports(
 
 
 def load_function(reference: str, columns: Collection[str]) -> Call:
-    """Import the file of a function, which runs it, and wrap the function.
-
-    Raises:
-        TaskError: as `check_functions`, or the import fails.
+    """Import the file of a function, which runs it, and wrap the function; TaskError as `check_functions`, or if that
+    fails.
     """
     path, name = parse_reference(reference)
     try:

@@ -36,8 +36,7 @@ def gym_problems(
 ) -> Split:
     """Stream the dataset until both halves are full.
 
-    Raises:
-        TaskError: no such dataset or parameter, the template does not fit, or too few distinct questions.
+    TaskError if there is no such dataset or parameter, the template does not fit, or too few questions are distinct.
     """
     dataset = _dataset(config)
     split = Split(config.template or "{question}", config, ("question",), reads, codec)
@@ -63,7 +62,7 @@ def _most_items(config: ReasoningGymTask) -> int:
 
 
 def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequence[str]], list[float]]:
-    """The dataset's own `score_answer`, on the completion or what it says between the answer tags.
+    """Return the dataset's own `score_answer`, on the completion or what it has between the answer tags.
 
     Items are made anew from their index, for they are of any types. Some datasets evaluate the answer as code.
     """
@@ -90,7 +89,7 @@ def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequenc
 
 
 def _score(dataset: ProceduralDataset, answer: str | None, item: dict[str, Any]) -> float:
-    """What the dataset gives; 0 to an answer that it cannot read, where it can read its own."""
+    """Return the dataset's score; 0 for an answer that it cannot read, if it can read its own."""
     if "nan" in str(answer).replace(" ", "").lower() and item["metadata"].get("source_dataset") == "complex_arithmetic":
         return 0.0  # where it gives min(1.0, nan), which is 1.0
     try:

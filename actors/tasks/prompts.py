@@ -1,8 +1,7 @@
-"""From an item to a prompt: the template that makes its text, and the half, training or held-out, that it belongs to.
+"""From an item to a prompt: the template that makes its text, and its half, training or held-out.
 
-Items are those of a dataset, or the rows of a JSONL or Parquet file, which are read here.
-
-Templates are Python's format language over an item's columns, without attribute access.
+Items are those of a dataset, or the rows of a JSONL or Parquet file, which are read here. Templates are Python's format
+language over an item's columns, without attribute access.
 
 A hash of what the template reads of a row (a question) decides whether the row trains or evaluates, never a seed.
 Generated datasets derive an item from seed + index, so two seeds share almost all their items. The hash separates them
@@ -88,7 +87,7 @@ def _entry(container: object, key: str, field: str) -> object:
 
 @lru_cache(1024)
 def split_field(field: str) -> tuple[str, list[str]]:
-    """The column and the keys of `column[key][key]`; TaskError where it has another form."""
+    """Return the column and the keys of `column[key][key]`; TaskError if it has another form."""
     match = _FIELD.fullmatch(field)
     if match is None:
         raise TaskError(
@@ -98,7 +97,7 @@ def split_field(field: str) -> tuple[str, list[str]]:
 
 
 def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- any JSON
-    """What a row has under `column[key][key]`, None where it has nothing there; TaskError as `split_field`."""
+    """Return a row's value under `column[key][key]`, None if it has none; TaskError as `split_field`."""
     column, keys = split_field(field)
     value = columns.get(column)
     for key in keys:
@@ -110,15 +109,9 @@ def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- 
 
 
 def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]) -> bytes:
-    """For each problem the number of the teacher that its column names.
+    """Return for each problem, in the order of their ids, the number (a byte) of the teacher that its column names.
 
-    Args:
-        problems: training ones, in the order of their ids.
-        field: the column, as `value_at` has it.
-        teachers: their names; 256 at most, for a number is a byte.
-
-    Raises:
-        TaskError: a problem names none of them, or none names a teacher.
+    TaskError if a problem names none of them, or none names a teacher.
     """
     column, _ = split_field(field)
     numbers = {name: number for number, name in enumerate(teachers)}
@@ -149,7 +142,7 @@ class Template:
     def __init__(self, text: str, key: str = "task.template") -> None:
         """Parse a template, for example "{metadata[expression]:compact}=", which stands under this key.
 
-        TaskError if the braces do not pair, or the text names no column at all.
+        TaskError if the braces do not pair, or the text names no column.
         """
         self.text = text
         self._key = key
@@ -161,7 +154,6 @@ class Template:
         if not fields:
             raise TaskError(f"{key} {text!r} names no column, so every prompt would be the same; use {{question}}")
         self.columns = list(dict.fromkeys(re.split(r"[.\[]", field)[0] for field in fields))
-        """Those it names."""
 
     def _fields(self, text: str) -> Iterator[str]:
         for _, field, spec, _ in self._formatter.parse(text):
@@ -169,9 +161,7 @@ class Template:
                 yield from (field, *self._fields(spec or ""))
 
     def render(self, item: Mapping[str, Any], where: str = "a row") -> str:
-        """Return the prompt of one item; `where` (file and row, or dataset and index) is for the error.
-
-        A null is rendered as an empty string.
+        """Return the prompt of one item, with a null as an empty string; `where` is for the error.
 
         TaskError if the item lacks a column, or its value does not take the format.
         """
@@ -198,7 +188,7 @@ class Split:
         self, text: str, config: FileTask | ReasoningGymTask, names: Sequence[str], reads: Collection[str] | None,
         codec: PromptCodec | None,
     ) -> None:  # fmt: skip
-        """Start with two empty halves; `text` is the template, or empty, and `names` the columns that are hashed."""
+        """`text` is the template, or empty, and `names` the columns that are hashed."""
         self.template = Template(text)
         self._names, self._share = names or self.template.columns, config.heldout_share
         self._most = config.num_train or 2**63, config.num_heldout or MOST_HELDOUT
@@ -224,16 +214,14 @@ class Split:
         return self
 
     def has_room(self, *, held: bool) -> bool:
-        """Whether a half has fewer prompts than asked."""
+        """Return whether a half has fewer prompts than asked."""
         return len(self._halves[held]) - (0 if held else self._num_moved) < self._most[held]
 
     def offer(self, row: Mapping[str, Any], number: int, where: str, held: bool | None = None) -> None:
         """Take in a row; `held` says its half if its hash does not.
 
-        Of rows with the same prompt (NFC) the first stands for all; if any of them is held out, none trains.
-
-        Raises:
-            TaskError: its prompt is empty, or the template does not fit.
+        Of rows with the same prompt (NFC) the first stands for all; if any of them is held out, none trains. TaskError
+        if its prompt is empty, or the template does not fit.
         """
         text = self.template.render(row, where)
         if not text.strip():
@@ -260,8 +248,7 @@ def file_problems(
 ) -> tuple[Split, list[str]]:
     """Read and split the file: the two halves, and the names of the columns.
 
-    Raises:
-        TaskError: a file, column or row is not as it should be, or there are too few distinct questions.
+    TaskError if a file, column or row is wrong, or there are too few distinct questions.
     """
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")

@@ -24,16 +24,15 @@ from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore, Problem, TaskError, 
 from common.rpc.auth import is_loopback
 
 _LOOK_S = 10.0
-"""Within which the endpoint says which models it has."""
+"""Timeout for the endpoint's list of models."""
 _OFTEN = 1_000_000
 """Tries of a request: its limit is one of time."""
 _LONGEST_PAUSE_S = 120.0
-"""Before a request is repeated; to an endpoint that asks for more the library makes no further request."""
+"""Before a retry; to an endpoint that asks for more the library makes no further request."""
 _NUMBER = re.compile(r"(-?(?:\d+(?:\.\d+)?|(?<![^\W_])(?<!\.)\.\d+))")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
 """A number after it is not part of what is said before it."""
 _LISTED = re.compile(r"(?m)^[\s>*-]*\d+[.)]\s")
-"""The number of an entry of a list."""
 _IS_RATING = re.compile(r"(?i)rating|score|grade|overall|final|total|verdict|mark")
 _MARKUP = re.compile(r"[\s*_`$\\(){}\[\]]+")
 _SAYS_MORE = re.compile(r"(?:[^\w.!?;\n]|_)*(?:[=:]|[^\W_])")
@@ -47,11 +46,10 @@ _OF_A_RANGE = frozenset({",", "\u2013", "to", "or"})
 
 
 def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool) -> None:
-    """Look at the template and the key, and with `ask` at the endpoint.
+    """Check the template and the key, and with `ask` the endpoint.
 
-    Raises:
-        TaskError: the prompt leaves out the completion or names what no row has, the key is not there, or the endpoint
-            refuses it, does not answer, or has no such model.
+    TaskError if the prompt leaves out the completion or names what no row has, the key is not there, or the endpoint
+    refuses it, does not answer, or has no such model.
     """
     _template(name, config, columns)
     key = _api_key(name, config)
@@ -60,9 +58,10 @@ def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool
 
 
 def load_judge(name: str, config: Judge, columns: Collection[str]) -> Call:
-    """The judge as a reward function, whose samples are rated at once; TaskError as `check_judge` without asking.
+    """Return the judge as a reward function, whose samples are rated at once; TaskError as `check_judge` without
+    asking.
 
-    An endpoint that is busy (429), that fails (5xx) or is away is asked again, after as long as it says (two minutes at
+    An endpoint that is busy (429), fails (5xx) or is away is asked again, after as long as it says (two minutes at
     most) or with growing pauses, until `timeout_s` is over. Only then, or if it refuses, or rates nothing, or if the
     row lacks what the prompt names, has a sample no score.
     """
@@ -90,7 +89,7 @@ class _Client:
         self._config = config
         self._errors = openai
         self._last_status: int | None = None
-        """What the endpoint answered last; None where it did not."""
+        """What the endpoint answered last; None if it did not."""
         self._head = [{"role": "system", "content": config.system_prompt}] if config.system_prompt is not None else []
         self._request = {"temperature": 0.0, "max_tokens": config.max_tokens, **config.request}
         if "max_completion_tokens" in config.request:  # its other name, where the first is refused
@@ -127,7 +126,7 @@ class _Client:
 
 
 def _pause(said: str) -> float:
-    """What a header asks for: a number, or the seconds until a date."""
+    """Return the seconds that a header asks for, by a number or a date."""
     with contextlib.suppress(ValueError):
         return float(said)
     with contextlib.suppress(ValueError, OverflowError):
@@ -144,7 +143,7 @@ def _reward(answer: str, config: Judge) -> float | NoScore:
 
 
 def _rating(answer: str, low: float, high: float) -> float | None:
-    """The last number, of "8/10" the 8; None where another one may be the rating just as well."""
+    """Return the last number, of "8/10" the 8; None if another one may be the rating just as well."""
     numbers, pieces, between = _numbers_in(answer)
     if _rated(numbers, between, high):
         numbers, pieces, between = _numbers_in(_LISTED.sub("", answer))
@@ -167,14 +166,14 @@ def _rating(answer: str, low: float, high: float) -> float | None:
 
 
 def _numbers_in(answer: str) -> tuple[list[float], list[str], list[str]]:
-    """The numbers; numbers and what follows each, in turns; and what stands between two of them, without markup."""
+    """Return the numbers; numbers and what follows each, in turns; and what stands between two, without markup."""
     _, *pieces = _NUMBER.split(answer)
     between = [_MARKUP.sub(" ", text).strip().lower() for text in pieces[1:-1:2]]
     return [float(number) for number in pieces[::2]], pieces, between
 
 
 def _rated(numbers: Sequence[float], between: Sequence[str], high: float) -> set[float]:
-    """What is said to be of the whole scale, as the 8 of `8/10`."""
+    """Return what is said to be of the whole scale, as the 8 of `8/10`."""
     neighbours = zip(numbers, between, numbers[1:], strict=False)
     return {one for one, text, most in neighbours if text in _OF_A_SCALE and most == high}
 
@@ -243,7 +242,7 @@ def _is_here(endpoint: str) -> bool:
 
 
 def _proxy_hint(endpoint: str) -> str:
-    """Return what an error says of the proxy of the environment, if an endpoint is asked through it."""
+    """Return what an error says of the environment's proxy, if an endpoint is asked through it."""
     url = urlsplit(endpoint)
     names = (f"{url.scheme}_proxy", f"{url.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
     name = next(filter(os.environ.get, names), "")
@@ -256,16 +255,15 @@ def _proxy_hint(endpoint: str) -> str:
 
 
 def check_classifier(name: str, config: Classifier) -> None:
-    """Look at the model's config and tokenizer, without its weights.
+    """Check the model's config and tokenizer, without its weights.
 
-    Raises:
-        TaskError: there is no model, it has more than one output, or its tokenizer is of another model.
+    TaskError if there is no model, it has more than one output, or its tokenizer is of another model.
     """
     _tokenizer_for(name, config, _config_of(name, config))
 
 
 def load_classifier(name: str, config: Classifier) -> Call:
-    """The classifier as a reward function, its model in this process; TaskError as `check_classifier`."""
+    """Return the classifier as a reward function, its model in this process; TaskError as `check_classifier`."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

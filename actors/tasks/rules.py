@@ -26,7 +26,7 @@ from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
 
 ANSWERS = ("answer", "solution", "ground_truth")
 TESTS = ("tests", "test_list")
-"""Where a rule looks that is not told its column, in this order."""
+"""Columns that a rule reads if it is told none, in this order."""
 _Matches = Callable[[str, str], bool | NoScore]  # whether a completion is right by this answer
 
 
@@ -35,9 +35,8 @@ def check_rule(
 ) -> None:
     """Find what is wrong with a rule before a process starts; with `here` also what this machine lacks for it.
 
-    Raises:
-        TaskError: no row has its column, none of these problems has a value there, a library is missing, or the kernel
-            refuses an isolation that is required.
+    TaskError if no row has its column, none of these problems has a value there, a library is missing, or the kernel
+    refuses a required isolation.
     """
     path = _path(name, rule, columns)
     if path is not None and all(value_at(each.columns, path) is None for each in problems):
@@ -55,7 +54,7 @@ def check_rule(
 
 
 def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
-    """The rule as a reward function; TaskError as `check_rule`."""
+    """Return the rule as a reward function; TaskError as `check_rule`."""
     path = _path(name, rule, columns)
 
     def look_up(problem: Problem) -> Any:  # noqa: ANN401 -- any JSON
@@ -81,7 +80,7 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
 
 
 def _texts(answer: object, rule: RewardRule) -> list[str]:
-    """Each of which is the answer: 0.00005 is 5e-05 too, and 5.0 is 5; but not within a text, where 15 has a 5."""
+    """Return each spelling of the answer: 0.00005 is 5e-05 too, 5.0 is 5; but not within a text, where 15 has a 5."""
     texts = [str(answer)]
     if isinstance(answer, float) and math.isfinite(answer) and not isinstance(rule, ContainsRule | MathRule):
         texts.append(np.format_float_positional(answer, trim="-"))
@@ -89,11 +88,7 @@ def _texts(answer: object, rule: RewardRule) -> list[str]:
 
 
 def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:
-    """Where a row has its value for the rule, as `value_at` has it; None where the rule needs none.
-
-    Raises:
-        TaskError: no row has such a column.
-    """
+    """Return the field of a row with the value for the rule, None if it needs none; TaskError if no row has it."""
     if isinstance(rule, RegexRule) and rule.column is None:
         return None
     usual = TESTS if isinstance(rule, CodeRule) else ANSWERS
@@ -137,7 +132,7 @@ def _last_group(pattern: re.Pattern[str], completion: str) -> str | None:
 
 
 def _between(completion: str, tag: str | None) -> str:
-    """What the last pair of tags holds; without such a pair nothing."""
+    """Return what the last pair of tags holds; nothing without such a pair."""
     if tag is None:
         return completion.strip()
     head, closed, _ = completion.rpartition(f"</{tag}>")
@@ -207,7 +202,7 @@ def _value(run: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> _Number | None:
-    """Return the last number of prose; None where it is part of something else, as in 5 or 7, x > 7, sqrt(7)."""
+    """Return the last number of prose; None if it is part of something else, as in 5 or 7, x > 7, sqrt(7)."""
     end = max((each.end() for each in re.finditer(r"[\d¼-¾⅐-⅞]+", text)), default=0)
     text = "\n" + (text[: end + 80] if end <= _LONGEST else re.sub(r"^\S+", "", text[end - _LONGEST : end + 80]))
     text = re.sub(r"(?m)^[ \t]*[-+*•][ \t]+", "", text)  # bullets
@@ -250,7 +245,7 @@ def _check_math() -> None:
 
 
 def _load_math(tag: str | None) -> _Matches:
-    """Without math-verify's own limits of time, which are alarms: what takes too long is ended with this process."""
+    """Without math-verify's own time limits, which are alarms: what takes too long is ended with this process."""
     _check_math()
     from math_verify import parse, verify
     from sympy import Basic, Float, Rational  # type: ignore[import-untyped]

@@ -28,9 +28,9 @@ from common.user_input import did_you_mean
 MOST_LOOKED_AT = 50_000
 """Prompts that are tokenised before a run starts; its actors tokenise all."""
 MOST_BYTES = 8_000_000
-"""UTF-8 bytes of those prompts together; the longest is looked at even if it has more."""
+"""UTF-8 bytes of those prompts together; the longest is checked even if it has more."""
 PROMPTS = "prompts"
-"""Among the names of columns that a process reads: the text of the prompt."""
+"""Stands for the text of the prompt among the columns that a process reads."""
 _AT_ONCE_CHARACTERS = 2**18
 """Characters that each core tokenises at once; a tokenizer takes some hundred bytes for each token."""
 
@@ -40,28 +40,28 @@ class TaskError(ValueError):
 
 
 def among_known(name: str, known: Iterable[str]) -> str:
-    """A clause that lists what is known and, where one is close, which name was probably meant."""
+    """Return a clause that lists what is known and a close name, if any."""
     names = sorted({str(one) for one in known})
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return f"known: {shown or 'none'}{did_you_mean(name, names)}"
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says first of what went wrong; the kind of the error where it says nothing."""
+    """Return the first line of a library's error; its kind if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class NoScore:
-    """In the place of a score: this sample has none, and no other is to blame."""
+    """In place of a score: this sample has none, and no other is to blame."""
 
     why: str
-    """What failures are counted by, so it names no sample."""
+    """Failures are counted by it, so it names no sample."""
     detail: str = ""
 
 
 TOOK_TOO_LONG = "took too long"
-"""The `why` of a sample whose own limit of time was over: it is not tried again."""
+"""The `why` of a sample whose own time limit was over: it is not tried again."""
 Scores = Sequence[float | NoScore | None]
 
 
@@ -72,14 +72,14 @@ class Problem:
     question: str
     """What the split hashed, if the process keeps it; else the text."""
     text: str
-    """The prompt after the template, before any chat template: what reward functions get. Decoded from the tokens in an
+    """The prompt after the template, before any chat template, for reward functions. Decoded from the tokens in an
     actor whose rewards do not read it."""
     columns: Mapping[str, Any]
-    """JSON-safe: what reward functions get, and what is stored with every trajectory; in an actor what they read."""
+    """JSON-safe, for reward functions, and stored with every trajectory; in an actor what rewards read."""
     index: int = 0
     """Of the item in its dataset, or of the row in its file."""
     token_ids: list[int] = field(default_factory=list)
-    """The encoded prompt; empty if the task was loaded without a tokenizer."""
+    """Empty if the task was loaded without a tokenizer."""
 
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -93,34 +93,33 @@ class RewardFunction:
     name: str
     task: ReasoningGymTask | FileTask
     columns: Sequence[str]
-    """Names of those that the problems have."""
     reference: str = ""
-    """FILE.py:FUNCTION; empty where a model, a rule or the dataset scores answers."""
+    """FILE.py:FUNCTION; empty if a model, a rule or the dataset scores answers."""
 
     @property
     def named(self) -> RewardModel | RewardRule | None:
-        """The reward model or rule of this name; None where a file or the dataset scores answers."""
+        """The reward model or rule of this name; None if a file or the dataset scores answers."""
         is_named = not self.reference and self.name in self.task.rewards
         return self.task.named_rewards.get(self.name) if is_named else None
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What a run must know of a task. The fingerprint is equal where two processes see the same prompts."""
+    """What a run must know of a task. The fingerprint is equal if two processes see the same prompts."""
 
     num_train: int
     num_heldout: int
     fingerprint: str
     rows: str = ""
-    """How many rows were read, used, equal to another and skipped."""
+    """Counts of rows: read, used, equal to another, skipped."""
     teacher_of_prompt: bytes = b""
-    """Of each training prompt the number of its teacher among those that were asked for; empty where none were."""
+    """Number of each training prompt's teacher; empty without teachers."""
     end_of_turn: tuple[int, str, str] | None = None
-    """The token that ends an answer, its text, and its source: 'chat template' or, without one, 'tokenizer'."""
+    """The token that ends an answer, its text, and its source: 'chat template' or 'tokenizer'."""
     answer_start: str = ""
     """What prompts have of the answer, before the completion."""
     column_digests: Mapping[str, str] = field(default_factory=dict)
-    """By column: equal if reward functions read the same of every prompt. A process of the run leaves it empty."""
+    """By column: equal if reward functions read the same of every prompt. Empty in a process of the run."""
 
 
 class PromptStore:
@@ -173,7 +172,6 @@ class PromptStore:
         self.tokenising_s += time.perf_counter() - started_s
 
     def problem(self, place: int) -> Problem:
-        """Return the row at this place, with columns of its own."""
         columns = json.loads(self._json[self._ends[place] : self._ends[place + 1]])
         ids, text = list[int](), columns.pop("", "") if self._has_text else ""
         if self._codec is not None:
@@ -210,11 +208,7 @@ class Task:
     """None: the problems were made by hand."""
 
     def prompt(self, prompt_id: int) -> Problem:
-        """The training problem of this id.
-
-        Raises:
-            TaskError: there is no such prompt, so buffer and actor disagree about the task.
-        """
+        """Return the training problem of this id; TaskError if buffer and actor disagree about the task."""
         if not 0 <= prompt_id < len(self.train):
             raise TaskError(
                 f"prompt {prompt_id} was leased but this actor's task has {len(self.train)} training prompts; "
@@ -223,7 +217,7 @@ class Task:
         return self.train[prompt_id]
 
     def facts(self, teacher_of_prompt: bytes = b"") -> TaskFacts:
-        """Sizes, teachers, and a hash over every prompt and its teacher."""
+        """Return sizes, teachers, and a hash over every prompt and its teacher."""
         digest = blake2b(b"%d " % len(self.train), digest_size=8)
         for values in (self.store.keys, self.store.sizes) if self.store is not None else ():
             digest.update(np.array(values)[self._places()].tobytes())
@@ -231,7 +225,6 @@ class Task:
         return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest(), self.rows, teacher_of_prompt)
 
     def column_digests(self) -> dict[str, str]:
-        """Return a digest of each column over all prompts."""
         found: dict[str, xxhash.xxh3_128] = {}
         for number, problem in enumerate(chain(self.train, self.heldout)):
             for name, value in problem.columns.items():
@@ -244,20 +237,15 @@ class Task:
         return np.concatenate([half.places for half in halves])
 
     def check_lengths(self, max_prompt_tokens: int) -> None:
-        """See that no prompt is empty or too long.
-
-        Raises:
-            TaskError: says how many are, names the longest and what it needs.
-        """
+        """See that no prompt is empty or too long; TaskError says how many are, and what the longest needs."""
         assert self.store is not None, "it was loaded"
         lengths = np.diff(self.store.id_ends)[self._places()]
         self._check_lengths(np.arange(len(lengths)), lengths, max_prompt_tokens)
 
     def check_prompts(self, codec: PromptCodec, max_prompt_tokens: int, vocab_size: int) -> None:
-        """Look at as many prompts as a few seconds allow, the longest by UTF-8 bytes.
+        """Check as many prompts as a few seconds allow, the longest by UTF-8 bytes.
 
-        Raises:
-            TaskError: as `check_lengths`; or the tokenizer has more tokens than the model.
+        TaskError as `check_lengths`; or if the tokenizer has more tokens than the model.
         """
         assert self.store is not None, "it was loaded"
         places = self._places()
@@ -331,9 +319,9 @@ _to_json = json.JSONEncoder(default=_plain, skipkeys=True, ensure_ascii=False, s
 _ANSWER = {"role": "assistant", "content": "the-answer"}
 """A turn on which a chat template is tried."""
 OPEN_TAG = re.compile(r"(<(?:think|thinking|thought|reasoning|answer)>)\s*$", re.IGNORECASE)
-"""What a prompt ends with that has the start of the answer."""
+"""End of a prompt that has the start of the answer."""
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
-"""Of which a folder with a tokenizer has at least one."""
+"""A folder with a tokenizer has at least one."""
 
 
 class PromptCodec:
@@ -342,8 +330,7 @@ class PromptCodec:
     def __init__(self, folder: Path, chat: bool, system_prompt: str | None) -> None:
         """Load the tokenizer of a local folder; with `chat` each prompt is wrapped in its chat template.
 
-        Raises:
-            TaskError: no tokenizer in the folder, or no chat template although `chat` is set.
+        TaskError if there is no tokenizer in the folder, or no chat template although `chat` is set.
         """
         from transformers import AutoTokenizer  # imports torch; loading a configuration must not
 
@@ -368,10 +355,9 @@ class PromptCodec:
         self._num_ends = self._ends_behind()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt, with the special tokens that its tokenizer puts in front.
+        """Return the token ids of each prompt, with the special tokens that its tokenizer puts in front.
 
-        Raises:
-            TaskError: the chat template refuses the turns.
+        TaskError if the chat template refuses the turns.
         """
         if not self._chat:
             return self._ids(texts, special=True)
@@ -432,7 +418,7 @@ class PromptCodec:
         return [each[: len(each) - self._num_ends] for each in ids] if special and self._num_ends else ids
 
     def _ends_behind(self) -> int:
-        """How many ends of a sequence the tokenizer puts behind a text: an answer would begin after its own end."""
+        """Return how many ends of a sequence the tokenizer puts behind a text: an answer would begin after its end."""
         (ids,), (bare,) = (self._tokenizer(["1"], add_special_tokens=added)["input_ids"] for added in (True, False))
         behind = len(ids)
         while bare and behind and ids[behind - 1] == self._tokenizer.eos_token_id:
@@ -440,6 +426,6 @@ class PromptCodec:
         return len(ids) - behind
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens such as the end of sequence."""
+        """Return the text of a completion, without special tokens."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text

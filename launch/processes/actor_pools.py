@@ -33,9 +33,9 @@ from launch.processes.role_process import (
 )
 
 MAX_SIGTERMS = 10
-"""So many in a row an actor is started again after: whoever sends more means it."""
+"""SIGTERMs in a row after which an actor is restarted."""
 MOST_OF_NOTHING = 1024
-"""Actors that have a place where each reserves nothing."""
+"""Actors that have a place if each reserves nothing."""
 CALM_S = 600.0
 """After so much work between two of them they count anew."""
 
@@ -52,13 +52,13 @@ class ActorProcess(PlacedProcess):
     starting: Any = None
     """The pending call that ends when it is ready."""
     evaluating: Any = None
-    """The pending call of the evaluation that it was asked for last."""
+    """The pending call of its last evaluation."""
     leaving: Any = None
-    """That which ends it, where its pool was made smaller."""
+    """The pending call that ends it, if its pool was made smaller."""
     after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, CALM_S))
-    """Those that were planned, as it left by SIGTERM; `restarts` are those of failures."""
+    """Restarts after SIGTERM; `restarts` are those of failures."""
     _cut_since_s: float | None = None
-    """When the way to it was found cut, on the monotonic clock."""
+    """When the connection to it was lost, on the monotonic clock."""
 
     @property
     def state(self) -> str:
@@ -73,7 +73,7 @@ class ActorProcess(PlacedProcess):
 
     @property
     def is_going(self) -> bool:
-        """It is lost or leaving; what it does not do any more is nobody's failure."""
+        """It is lost or leaving: it can fail no more."""
         return bool(self.lost) or self.leaving is not None
 
     @property
@@ -86,11 +86,9 @@ class ActorProcess(PlacedProcess):
 
     @property
     def told(self) -> ToldToEnd | None:
-        """The SIGTERM that it has left by, where it has."""
         return told_to_end(failure(self.starting if self.running is None else self.running))
 
     def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- as there
-        """It works from now on, until this call ends."""
         super().begin_work(call)
         self.after_sigterm.working_since_s = self.restarts.working_since_s
 
@@ -99,11 +97,11 @@ class ActorProcess(PlacedProcess):
         self.starting = self.evaluating = self._cut_since_s = None
 
     def comes_back(self, patience_s: float, notify: Notify) -> bool:
-        """Has its work ended only for us, as when its host was cut off for a while? Then it is asked again.
+        """Resume waiting if only the connection was cut, as when its host was unreachable for a while.
 
-        The actor goes on meanwhile, and its role waits for the same work, whoever asks. A process that did die answers
-        the next question so, and Ray declares a host dead that stays away. It may be found cut off again and again,
-        for `patience_s`.
+        The actor goes on meanwhile, and its role waits for the same work. A process that did die answers the next
+        question so, and Ray declares a host dead that stays away. It may be found cut off again and again, for
+        `patience_s`.
         """
         error = failure(self.running)
         if not isinstance(error, ActorUnavailableError):
@@ -119,7 +117,7 @@ class ActorProcess(PlacedProcess):
 
 
 class ActorPools:
-    """Starts actors in their pools, starts again what died, gives up what keeps dying, and changes their number."""
+    """Starts actors in their pools, restarts what died, gives up what keeps dying, and changes their number."""
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
@@ -130,12 +128,12 @@ class ActorPools:
         self.pools = {pool.name: pool for pool in actor_pools(plan.config)}
         """With the number of actors that each had at first."""
         self.wanted = {name: pool.count for name, pool in self.pools.items()}
-        """How many actors each is to have now; whoever is lost is missing from it until the pool is scaled."""
+        """Actors that each pool is to have now; a lost one is missing until the pool is scaled."""
         self.actors: list[ActorProcess] = []
-        """All that are, or are lost; who left is not among them."""
+        """All but those that left."""
         self._next_number = 0
         self.are_ending = False
-        """The run was asked to end: who dies now is not started again, and was not the last."""
+        """The run was asked to end: what dies now is not restarted."""
         self.quarantined: list[str] = []
         """Names of the actors that were taken out because of their weights."""
 
@@ -148,13 +146,13 @@ class ActorPools:
                 self._enlist(pool)
 
     def spawn(self, timeout_s: float, *, others_come: bool) -> None:
-        """Begin to start their processes where `PlacementGroup.wait` finds places; they load what they need."""
+        """Start the processes as `PlacementGroup.wait` finds places."""
         for actor in self.actors:
             actor.placement.wait(timeout_s, others_come=others_come)
             self._spawn(actor)
 
     def start(self, context: RunContext[Config]) -> list[tuple[RoleProcess, Any]]:
-        """Hand this to all; the calls end when they are ready."""
+        """Send the context to all; the calls end when they are ready."""
         self._context = context
         for actor in self.actors:
             self._start(actor)
@@ -166,7 +164,7 @@ class ActorPools:
                 actor.begin_work(actor.handle.run.remote())
 
     def stop(self, goodbye_s: float) -> None:
-        """End all; so long they may take to end by themselves."""
+        """End all, with this grace period."""
         alive = [actor for actor in self.actors if not actor.lost and actor.handle is not None]
         if calls := [actor.leaving or actor.handle.stop.remote() for actor in alive]:
             ray.wait(calls, num_returns=len(calls), timeout=goodbye_s)
@@ -177,11 +175,7 @@ class ActorPools:
     # --- watch ------------------------------------------------------------------------------------
 
     def watch(self) -> list[ActorProcess]:
-        """Those that work; what died is started again.
-
-        Raises:
-            RunFailed: no actor is left.
-        """
+        """Restart what died and return those that work; RunFailed if no actor is left."""
         self._check()
         working = [actor for actor in list(self.actors) if self._watch(actor)]
         if self.actors and all(actor.lost for actor in self.actors):  # a run on recorded samples may have none
@@ -190,15 +184,11 @@ class ActorPools:
         return working
 
     def ready(self) -> list[ActorProcess]:
-        """Actors that can be asked to evaluate now."""
+        """Return the actors that can be asked to evaluate."""
         return [actor for actor in self.actors if actor.is_ready]
 
     def wait_until_ready(self) -> list[ActorProcess]:
-        """The same, at least one; while there is none it waits, starts again what died, and nothing else goes on.
-
-        Raises:
-            RunFailed: none is, and none became so within launch.startup_timeout_s.
-        """
+        """Return at least one, restarting what died meanwhile; RunFailed after launch.startup_timeout_s."""
         deadline = time.monotonic() + self._config.startup_timeout_s
         while not (ready := self.ready()):
             self.watch()
@@ -209,13 +199,7 @@ class ActorPools:
         return ready
 
     def quarantine(self, name: str, why: str) -> None:
-        """Take an actor out of the run: it is killed and not started again; its leases run out and are issued anew.
-
-        One that is out already is left alone.
-
-        Raises:
-            RunFailed: no other actor is left.
-        """
+        """Take an actor out of the run; its leases expire and are issued anew. RunFailed if no other is left."""
         for actor in self.actors:
             if actor_name(actor.number) == name and not actor.lost:
                 actor.lose(f"taken out of the run: {why}")
@@ -227,12 +211,9 @@ class ActorPools:
     # --- scale ------------------------------------------------------------------------------------
 
     def scale(self, name: str, count: int) -> str:
-        """Let a pool have another number of actors; returns at once, and what was begun as a sentence.
+        """Set the number of actors of a pool; return at once what was begun, as a sentence.
 
-        Actors that leave hand back what they have leased; those that come wait for a host, with a bound.
-
-        Raises:
-            ValueError: there is no such pool, no actor would be left, or the only one shares its GPU with the learner.
+        ValueError if there is no such pool, no actor would be left, or the only one shares its GPU with the learner.
         """
         if name not in self.pools:
             raise ValueError(f"there is no pool '{name}'; the pools of actors are {', '.join(self.pools)}")
@@ -255,11 +236,11 @@ class ActorPools:
         return text
 
     def staying(self, name: str) -> list[ActorProcess]:
-        """The actors of a pool that are neither lost nor leaving."""
+        """Return the actors of a pool that are neither lost nor leaving."""
         return [actor for actor in self.actors if actor.pool == name and not actor.is_going]
 
     def room(self, name: str) -> int:
-        """Return how many more actors of a pool have a place now, by what is free of each host."""
+        """Return how many more actors of a pool have a place now."""
         if self._config.launch.colocate:
             return 0
         bundle = self.pools[name].bundle
@@ -307,7 +288,7 @@ class ActorPools:
         actor.starting = actor.handle.start.remote(context, actor.number, actor.pool)
 
     def _watch(self, actor: ActorProcess) -> bool:
-        """True where the actor works and can be asked for news; what died is started again."""
+        """Return whether the actor works and can report; restart it if it died."""
         if actor.lost:
             return False
         if actor.leaving is not None:
@@ -335,7 +316,7 @@ class ActorPools:
         return False
 
     def _end_of(self, actor: ActorProcess) -> str | None:
-        """Why its start or its work has ended; '' where it ended well, None where it goes on."""
+        """Return why its start or its work has ended; '' if it ended well, None if it goes on."""
         limit_s = self._config.startup_timeout_s
         pending = actor.starting if actor.running is None else actor.running
         if done(pending):
@@ -362,7 +343,7 @@ class ActorPools:
         self._look_for_a_place(actor)
 
     def _let_go(self, actor: ActorProcess, told: ToldToEnd) -> None:
-        """It was told to end, as where its host is about to go: it takes a new place, at the next look."""
+        """Give an actor that left by SIGTERM, as before its host goes, a new place at the next look."""
         self._notify("left", f"{actor.name} {told}")
         if actor.after_sigterm.are_spent:
             why = f"told to end by SIGTERM {actor.after_sigterm.in_a_row + 1} times in a row"

@@ -1,11 +1,10 @@
-"""ActorRole: an actor in a process of its own, which leaves in order when it gets SIGTERM.
+"""ActorRole: an actor in a process of its own, which leaves in order at SIGTERM.
 
     calls of the supervisor:  start -> run, report, evaluate -> stop
-    SIGTERM, at any time:     as `stop`; who waits for `start`, `run` or `evaluate` gets `ToldToEnd`; the process ends
+    SIGTERM, at any time:     as `stop`; `start`, `run` and `evaluate` raise `ToldToEnd`; the process ends
 
-Python puts handlers in place in the main thread alone, where Ray's loop and its own handler are; the calls of a role
-run in another. So the process is born with the signal blocked in all of its threads (`placement.spawn`), and one thread
-takes it from the kernel.
+Python installs handlers in the main thread alone, where Ray's loop and its own handler are. So the process is born with
+the signal blocked in all threads (`placement.spawn`), and one thread takes it from the kernel.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from common.run import RunContext
 from launch.processes.role_process import Role
 
 GOODBYE_S = 15.0
-"""How long an actor that leaves may take to end by itself before it is ended."""
+"""Grace period of an actor that leaves before it is killed."""
 _ANSWER_S = 1.0
-"""How long it stays, once it has told what became of its work: the answer travels in another thread."""
+"""Grace period before exit, so that the final reply is sent."""
 
 R = TypeVar("R")
 
@@ -43,7 +42,6 @@ class ToldToEnd(RuntimeError):
     """An actor got SIGTERM, and has let go of what it held."""
 
     def __init__(self, num_handed_on: int, num_tokens_lost: int) -> None:
-        """So many samples were handed on; the tokens of those that could not be are made again."""
         super().__init__(num_handed_on, num_tokens_lost)
         self.num_handed_on = num_handed_on
         self.num_tokens_lost = num_tokens_lost
@@ -55,7 +53,7 @@ class ToldToEnd(RuntimeError):
 
 
 def told_to_end(error: Exception | None) -> ToldToEnd | None:
-    """The order, where this is how a call to an actor ended because of one."""
+    """Return the order if a call to an actor ended because of one."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, ToldToEnd) else None
 
@@ -68,7 +66,7 @@ class ActorRole(Role):
     _leaving: asyncio.Task[None] | None = None
 
     def __init__(self, log: Path, config: ActorsConfig) -> None:
-        """Load what an engine of this config needs, which takes longest of all: meanwhile the services start."""
+        """Load what an engine of this config needs, the longest part of a start."""
         super().__init__(log)
         _start_resource_tracker()
         with uncollected():
@@ -78,11 +76,7 @@ class ActorRole(Role):
             load_engine(config)
 
     async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
-        """Start the engine and meet the buffer service.
-
-        Raises:
-            ToldToEnd: SIGTERM came; it is heard once the engine is up, for its start holds the event loop.
-        """
+        """Start the engine and greet the buffer; ToldToEnd on SIGTERM, once the engine is up."""
         from actors.loop import ActorLoop
 
         self._name = actor_name(number)
@@ -93,11 +87,7 @@ class ActorRole(Role):
         await self._unless_told(self._loop.start())
 
     async def run(self) -> None:
-        """Generate until the run drains. Who calls again, because the way here was cut, waits for the same work.
-
-        Raises:
-            ToldToEnd: SIGTERM came, and what was held is handed on.
-        """
+        """Generate until the run drains; a second call waits for the same work. ToldToEnd on SIGTERM."""
         if self._work is None:
             self._work = asyncio.create_task(self._loop.run())
         await self._unless_told(self._work)
@@ -106,11 +96,7 @@ class ActorRole(Role):
         return self._loop.report()
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Held-out accuracy of a share of the problems at one version.
-
-        Raises:
-            ToldToEnd: SIGTERM came.
-        """
+        """Return held-out accuracy of a share of the problems at one version; ToldToEnd on SIGTERM."""
         return await self._unless_told(self._loop.evaluate(request))
 
     async def stop(self) -> None:
@@ -141,7 +127,7 @@ class ActorRole(Role):
         self._events.call_later(_ANSWER_S, os._exit, 0)
 
     async def _unless_told(self, work: Awaitable[R]) -> R:
-        """What this gives. Once SIGTERM has come nobody waits for it any more, and how it ends is no failure."""
+        """Return the result of the work, unless SIGTERM came: then how it ends is no failure."""
         task = asyncio.ensure_future(work)
         either: list[asyncio.Future[Any]] = [task, self._told]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -151,7 +137,7 @@ class ActorRole(Role):
 
 
 def _start_resource_tracker() -> None:
-    """Whichever thread does it hears SIGTERM from then on: here one that ends, and not later that of the engine."""
+    """In a thread that ends: its starter receives SIGTERM from then on."""
     thread = threading.Thread(target=resource_tracker.ensure_running, name="resource-tracker")
     thread.start()
     thread.join()

@@ -19,17 +19,17 @@ from launch.processes.actor_role import told_to_end
 from launch.processes.role_process import Check, RunFailed, done, reason
 
 EVALUATION_SHARE = 5 / 6
-"""Of learner.batch_timeout_s: an evaluating actor makes no samples, and the learner must not give up before it."""
+"""Of learner.batch_timeout_s: an evaluating actor makes no samples, and the learner must not time out first."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A shard that an actor is at."""
+    """A shard and the actor that evaluates it."""
 
     request: EvalRequest
     actor: ActorProcess
     handle: Any
-    """Of the process that was asked; the actor may have been started again since, in another."""
+    """Of the process that was asked; the actor may have been restarted since."""
     call: Any
 
 
@@ -48,8 +48,8 @@ class Evaluation:
     ) -> None:
         """Start it on these actors, at least one, at `min_version` or whichever each has.
 
-        What one of them fails at is done again by those that `ready_actors` gives, once there is one: so many shards,
-        beside those of actors that are leaving or have left.
+        What one of them fails at is repeated by those that `ready_actors` gives, `max_retries` times, beside the shards
+        of actors that are leaving or have left.
         """
         self._ready_actors = ready_actors
         self._deadline = time.monotonic() + timeout_s
@@ -58,17 +58,15 @@ class Evaluation:
         self._check = check
         self._pending: list[_Asked] = []
         self._unsent: list[EvalRequest] = []
-        """Shards that wait for an actor that is ready."""
+        """Shards that wait for a ready actor."""
         self._results: list[EvalResult] = []
         for shard, actor in enumerate(actors):
             asked = EvalRequest(num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version)
             self._send(asked, actor)
 
     def poll(self) -> list[EvalResult] | None:
-        """The results of all shards; None while some are missing.
-
-        Raises:
-            RunFailed: an actor failed to evaluate too often, or the time is over, also where no actor was ready.
+        """Return the results of all shards; None if some are missing. RunFailed after too many failures, or the
+        timeout.
         """
         self._check()
         pending, self._pending = self._pending, []
@@ -95,7 +93,7 @@ class Evaluation:
         return None
 
     def _again(self, asked: _Asked, error: RayActorError | RayTaskError) -> None:
-        """Have somebody else do it, where that may still be."""
+        """Retry on another actor, if allowed."""
         actor, was_told = asked.actor, told_to_end(error) is not None
         if not actor.is_going and not was_told:
             if self._retries_left == 0:

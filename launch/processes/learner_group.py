@@ -42,8 +42,8 @@ from learner.coordinator import CoordinatorFailed
 from learner.mesh import GpuFailed, StageLost
 
 GRACE_S = 3.0
-"""After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
-notice a death is often a neighbour, which knows of a closed connection only."""
+"""Time after the first failure for the others to report, or be seen dead: the first to notice a death is often a
+neighbour."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StageRole(Role):
             import learner.stage  # noqa: F401 -- for `setup`
 
     def rendezvous(self, host: str | None) -> str:
-        """A free address on this machine, by default as the Ray cluster knows it, at which the stages can meet."""
+        """Return a free address on this machine, by default as the Ray cluster knows it."""
         host = address_here() if host is None else host
         is_v6 = ":" in host
         with socket.create_server((host, 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET) as probe:
@@ -81,18 +81,15 @@ class StageRole(Role):
         self._stage.setup()
 
     def run(self) -> None:
-        """Train until the last step or `request_stop`."""
         self._stage.run()
 
     def poll(self) -> StagePoll:
         return StagePoll(self._stage.waiting_for, self._stage.publishing, [*leftovers.values()])
 
     def request_stop(self) -> None:
-        """End `run` after the step at hand, with a checkpoint."""
         self._stage.request_stop()
 
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder; every stage must be in this call at the same time."""
         self._stage.export(folder)
 
 
@@ -123,15 +120,14 @@ class _Loss:
 
 
 class LearnerGroup:
-    """Starts the ranks, watches them, and starts all again from the newest checkpoint where one is lost.
+    """Starts the ranks, watches them, and restarts all from the newest checkpoint if one is lost.
 
         meeting -> setting up -> ready -> running -> finished -> exporting -> exported
            ^------------- lost: killed, and started again ------------'
 
-    Lost is a process that died, one whose GPU failed, a rank that the others waited for in vain, and one that is not
-    ready again in time.
-    Every other error would come again and ends the run. At most launch.max_restarts restarts in a row lead to no new
-    checkpoint.
+    Lost is a process that died, one whose GPU failed, a rank that timed out in a collective, and one that is not ready
+    again in time. Every other error would come again and ends the run. At most launch.max_restarts restarts in a row
+    lead to no new checkpoint.
     """
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
@@ -159,7 +155,7 @@ class LearnerGroup:
     # --- life -------------------------------------------------------------------------------------
 
     def ask_for_places(self) -> None:
-        """Reserve the places of all ranks, which they keep when they are started again; returns at once."""
+        """Reserve the places of all ranks, which they keep over restarts; returns at once."""
         pools = stage_pools(self._plan.config)
         bundles = [pool.bundle for pool in pools for _ in range(pool.count)]
         self._placement = PlacementGroup(bundles, " and ".join(pool.describe() for pool in pools))
@@ -169,13 +165,13 @@ class LearnerGroup:
         self._placement.wait(timeout_s, others_come=others_come)
 
     def facts(self) -> list[ProcessStatus]:
-        """What there is to know of each rank now; never waits."""
+        """Return the status of each rank; never blocks."""
         state = self._state.name.lower().replace("_", " ")
         shown = {Phase.RUNNING: "working", Phase.EXPORTED: "finished"}.get(self._state, state)
         return [msgspec.structs.replace(stage.facts(), state=shown) for stage in self._stages]
 
     def spawn(self) -> None:
-        """Begin to start the processes of all ranks; they load what they need."""
+        """Start the processes of all ranks; they load what they need."""
         assert self._placement is not None, "ask_for_places() comes first"
         for rank in range(self._config.num_replicas * self._config.num_stages):
             log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
@@ -186,11 +182,7 @@ class LearnerGroup:
         self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(self._plan.host_here))])
 
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
-        """Hand this to all ranks; returns the calls that end when they are ready.
-
-        Raises:
-            RunFailed: the first rank did not start.
-        """
+        """Set up all ranks; return the calls that end then. RunFailed if the first rank did not start."""
         self._context = context
         (rendezvous,) = results(self._calls, "to name a meeting point", deadline)
         self._set_up(rendezvous)
@@ -204,10 +196,9 @@ class LearnerGroup:
         self._enter(Phase.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
 
     def watch(self) -> None:
-        """Go on to the next state where all ranks have ended this one; start again what is lost. Never waits long.
+        """Enter the next state once all ranks have ended this one; restart what is lost. Never blocks for long.
 
-        Raises:
-            RunFailed: a rank failed with an error that would come again, or was lost too often.
+        RunFailed if a rank failed with an error that would come again, or was lost too often.
         """
         self._check()
         self._check_place()
@@ -218,7 +209,7 @@ class LearnerGroup:
             self._advance()
 
     def poll(self, patience_s: float) -> PollResult:
-        """What the learner has to tell, and nothing else; an answer that comes later is taken at the next poll."""
+        """Return the learner's news; a late answer is taken at the next poll."""
         if self._state in (Phase.MEETING, Phase.SETTING_UP, Phase.READY):
             return PollResult(self._new_rows(), learner_waits_for="its stages, which are started again", publishing="")
         resumed, self._resumed = self._resumed, None
@@ -235,17 +226,13 @@ class LearnerGroup:
         return self._state in (Phase.FINISHED, Phase.EXPORTING, Phase.EXPORTED)
 
     def request_stop(self) -> None:
-        """End after the step at hand, with a checkpoint; a learner that is being started again, before its first."""
+        """End after the step at hand, with a checkpoint; a learner that is being restarted, before its first."""
         self._stop_requested = True
         if self._state is Phase.RUNNING:
             self._tell_to_stop()
 
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, which all ranks do together after their last step.
-
-        Raises:
-            RunFailed: as `watch`.
-        """
+        """Write the model as a Hugging Face folder, all ranks together after their last step; RunFailed as `watch`."""
         while self._state is not Phase.EXPORTED:
             if self._state is Phase.FINISHED:
                 self._enter(Phase.EXPORTING, [(stage, stage.handle.export.remote(folder)) for stage in self._stages])
@@ -279,7 +266,7 @@ class LearnerGroup:
             self._enter(Phase.FINISHED if self._state is Phase.RUNNING else Phase.EXPORTED, [])
 
     def _check_place(self) -> None:
-        """Ranks that are started again wait for a host in place of one that was lost, but not for ever."""
+        """RunFailed if restarted ranks have waited too long for a host in place of a lost one."""
         placement = self._placement
         if (
             self._state in (Phase.MEETING, Phase.SETTING_UP)
@@ -297,7 +284,6 @@ class LearnerGroup:
         self._enter(Phase.SETTING_UP, told)
 
     def _config_of(self, rank: int) -> LearnerConfig:
-        """The section as it is for the rank's pool."""
         reserved = self._reserved[rank]
         return self._config.model_copy(update={"cpus": reserved.get("CPU", 0.0), "gpus": reserved.get("GPU", 0.0)})
 
@@ -313,11 +299,7 @@ class LearnerGroup:
     # --- loss -------------------------------------------------------------------------------------
 
     def _find_loss(self) -> _Loss | None:
-        """Which ranks are lost, and why; None where none is, or it is too early to say which.
-
-        Raises:
-            RunFailed: as `watch`.
-        """
+        """Return the lost ranks, and why; None if none is, or it is too early to say. RunFailed as `watch`."""
         ended = [(stage, call) for stage, call in self._calls if done(call)]
         failures = [(stage, error) for stage, call in ended if (error := failure(call)) is not None]
         silent = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
@@ -345,11 +327,7 @@ class LearnerGroup:
         return _Loss((stage,), f"lost the others ({reason(error)})")
 
     def _late(self, silent: Sequence[RoleProcess]) -> _Loss:
-        """What it means that ranks have not ended a call in time.
-
-        Raises:
-            RunFailed: it is none of a restart.
-        """
+        """Return the loss of ranks that have not ended a call in time; RunFailed if it is none of a restart."""
         late = _Loss(tuple(silent), f"did not get ready again within {STARTUP_KEY} = {self._limit_s:g} s")
         if self.num_restarts and self._state in (Phase.MEETING, Phase.SETTING_UP):
             return late
@@ -395,5 +373,4 @@ class LearnerGroup:
 
 
 def _is_a(error: Exception, kind: type[Exception]) -> bool:
-    """Was an error of this kind raised in the role?"""
     return isinstance(getattr(error, "cause", None), kind)

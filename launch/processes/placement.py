@@ -1,6 +1,6 @@
-"""Placement: where the processes of a run may be, with a bound on every wait for a host; and starting one there.
+"""Placement: hosts of the processes of a run, with a bound on every wait; and starting a process there.
 
-PlacementGroup  places that are asked for together, and given back
+PlacementGroup  places that are asked for together, and released
 PlacedProcess   a process with a place of its own
 spawn           starts one
 """
@@ -30,36 +30,35 @@ if TYPE_CHECKING:  # as in `services`
     from launch.pools import Bundle, WorkerPool
 
 PLACEMENT_S = 60.0
-"""How long a worker waits on a cluster for a host that has what it asks for; to join takes a host a few seconds."""
+"""Timeout of a worker's wait on a cluster for a fitting host; to join takes a host a few seconds."""
 _LOOK_S = 0.2
 _DEAF_TO_SIGTERM = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""Becomes Ray's worker with the signal blocked, which all threads and processes of the worker inherit."""
+"""Becomes Ray's worker with the signal blocked, which all its threads and processes inherit."""
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Environment of who computes packed batches there: their shapes differ, and blocks of one size would come apart."""
+"""For packed batches: their shapes differ, and fixed blocks would fragment the memory."""
 
 
 class Reservation(NamedTuple):
-    """What one worker reserves, and Ray's way to say on which host."""
+    """What one worker reserves, and Ray's scheduling strategy; None for any host."""
 
     bundle: Bundle
     strategy: Any = None
-    """One of Ray's several; None for any host."""
 
 
 def here() -> Reservation:
-    """This machine, where the run's folder is; nothing is reserved."""
+    """Return this machine, where the run's folder is; nothing is reserved."""
     return Reservation({}, NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
 class PlacementGroup:
-    """Workers that are placed together or not at all. Their reservation ends with `release`, or with the run."""
+    """Workers that are placed together or not at all, until `release` or the end of the run."""
 
     def __init__(self, bundles: Sequence[Bundle], what: str) -> None:
-        """Ask Ray for the places of workers, each with its bundle; returns at once. `what` names them for people."""
+        """Ask Ray for the places of workers, each with its bundle; returns at once. `what` is for messages."""
         self.what = what
         self._bundles = bundles
         self._missing_since_s: float | None = None
@@ -68,7 +67,7 @@ class PlacementGroup:
 
     @property
     def is_placed(self) -> bool:
-        """Are there hosts for all of them now? Not after one of the hosts was lost, until there is another."""
+        """Are there hosts for all of them now? Not after one was lost, until there is another."""
         if self._group is None or placement_group_table(self._group)["state"] == "CREATED":
             self._missing_since_s = None
             return True
@@ -77,22 +76,18 @@ class PlacementGroup:
 
     @property
     def missing_s(self) -> float:
-        """For how long `is_placed` has been false."""
+        """Seconds since `is_placed` became false."""
         return 0.0 if self._missing_since_s is None else time.monotonic() - self._missing_since_s
 
     def wait(self, timeout_s: float, *, others_come: bool) -> None:
-        """Wait for the hosts; unless `others_come`, hosts that may join yet, not for more than there is.
-
-        Raises:
-            RunFailed: says what was asked for and what there is.
-        """
+        """Wait for the hosts; unless `others_come`, fail at once if no host could fit. RunFailed says what is short."""
         while not self.is_placed:
             if self.missing_s > timeout_s or not (others_come or self._fits_some_host()):
                 raise RunFailed(self.shortage())
             time.sleep(_LOOK_S)
 
     def _fits_some_host(self) -> bool:
-        """Would each of its workers find room, were the hosts that there are all its own?"""
+        """Would each worker find room, were the hosts all its own?"""
         hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return all(
             any(all(host.get(kind, 0.0) >= amount for kind, amount in bundle.items()) for host in hosts)
@@ -107,7 +102,7 @@ class PlacementGroup:
         return Reservation(bundle, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
 
     def shortage(self) -> str:
-        """Why there is no place: what was asked for, and what each living host has, and how much of it is free."""
+        """Return what was asked for, and what each living host has and has free."""
         free = ray._private.state.available_resources_per_node()
         hosts = "; ".join(
             f"{node['NodeManagerAddress']}: {_amounts(free.get(node['NodeID'], {}), node['Resources'])}"
@@ -120,7 +115,7 @@ class PlacementGroup:
         )
 
     def release(self) -> None:
-        """Give the places back. May be called twice."""
+        """Release the places. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -128,18 +123,18 @@ class PlacementGroup:
 
 
 def place_of(role: str, number: int, pool: WorkerPool) -> PlacementGroup:
-    """The place of one worker of a pool, asked for now; returns at once."""
+    """Return the place of one worker of a pool, asked for now."""
     return PlacementGroup([pool.bundle], f"{role}.{number} of {replace(pool, count=1).describe()}")
 
 
 @dataclass
 class PlacedProcess(RoleProcess):
-    """A process with a place of its own, which is given up where it dies too often or finds none."""
+    """A process with a place of its own, which is given up if it dies too often or finds none."""
 
     placement: PlacementGroup = field(kw_only=True)
-    """Its place, which it keeps when it has died and is started again."""
+    """Kept over restarts."""
     lost: str = ""
-    """Why it was given up, where it was."""
+    """Why it was given up."""
 
     @property
     def state(self) -> str:
@@ -148,17 +143,15 @@ class PlacedProcess(RoleProcess):
         return "waiting for resources" if self.handle is None else super().state
 
     def kill(self) -> None:
-        """End the process, if there is one."""
         if self.handle is not None:
             ray.kill(self.handle, no_restart=True)
 
     def end(self) -> None:
-        """The same, and give back its place."""
+        """Kill it, and release its place."""
         self.kill()
         self.placement.release()
 
     def lose(self, why: str) -> None:
-        """Give it up: it is not started again."""
         self.end()
         self.lost = why
 
@@ -178,10 +171,9 @@ def spawn(
     variables: Mapping[str, str] | None = None,
     takes_sigterm: bool = False,
 ) -> Any:  # noqa: ANN401 -- a Ray handle
-    """Start a role in a process of its own, whose log it takes first, and everything that the process prints.
+    """Start a role in a process of its own, whose output goes to its log.
 
-    So many of its calls may run at the same time. `variables` are of its environment. A role that takes SIGTERM itself,
-    by `signal.sigwait`, has it blocked; of the others it is Ray that decides.
+    `variables` are of its environment. A role that takes SIGTERM itself, by `signal.sigwait`, has it blocked.
     """
     # compute threads are set in the environment, because libraries read it when they load
     threads = str(threads_of(on.bundle.get("CPU", 0.0)))

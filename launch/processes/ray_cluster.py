@@ -1,4 +1,4 @@
-"""The Ray of a run: started here or joined, watched (of the death of its own processes it says little), and ended.
+"""The Ray of a run: started here or joined, watched, since it reports little of its own processes' death, and ended.
 
 start_ray, end_ray  for a run whose Ray lives
 RayWatch            sees that one of its own processes died
@@ -32,22 +32,18 @@ from launch.processes import reaper
 from launch.processes.role_process import RunFailed
 
 RAY_GOODBYE_S = 3.0
-"""How long Ray's own processes may take to end after it was shut down."""
+"""Grace period of Ray's own processes after its shutdown."""
 
 
 def start_ray(config: Config, namespace: str) -> RayWatch:
-    """Start Ray here, or join the cluster at launch.ray_address; returns what sees that it died.
-
-    Raises:
-        RunFailed: it does not start, or no cluster answers there.
-    """
+    """Start Ray here, or join the cluster at launch.ray_address; RunFailed if that does not work."""
     global _session, _sessions_before
     address = config.launch.ray_address
     _session, _sessions_before = None, frozenset(_sessions())
     # where no other host is to reach them, Ray's own servers listen on loopback alone, and not on every interface
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = address is not None
     try:
-        with _our_signals(), _deaf_to_what_ends_us():
+        with _our_signals(END_SIGNALS if address is None else frozenset()):
             ray.init(
                 address=address or "local",  # unset, Ray would look for a cluster in the environment
                 namespace=namespace,
@@ -69,7 +65,7 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
 
 
 def _of_this_machine(config: Config) -> dict[str, Any]:
-    """How Ray is started here: the machine is a host of every pool."""
+    """Return how Ray is started here: the machine is a host of every pool."""
     return {
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
@@ -80,51 +76,27 @@ def _of_this_machine(config: Config) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _our_signals() -> Iterator[None]:
-    """Keep our handlers of signals while Ray starts.
+def _our_signals(deaf_to: frozenset[signal.Signals]) -> Iterator[None]:
+    """Keep our handlers of signals while Ray starts; its processes and all below them ignore `deaf_to`.
 
-    In Python it would put one of SIGTERM in place that ends this process with exit status 15. In C++ it does put some
-    in place, and that of SIGTERM ends the process 3 s later, whoever else has heard the signal.
+    Ray installs handlers in Python and C++: that of SIGTERM ends this process at once, or after 3 s. `timeout` signals
+    the whole process group, systemd and Slurm every process of the job: without the mask, which is inherited, Ray would
+    be half dead before the command could write a checkpoint, and each call to it would hang for a minute.
     """
-    utils = ray._private.utils
-    install, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
     try:
         yield
     finally:
-        utils.set_sigterm_handler = install
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.getsignal(number))  # Python's own, in the place of C++'s
-
-
-@contextlib.contextmanager
-def _deaf_to_what_ends_us() -> Iterator[None]:
-    """Ray's processes and all below them do not hear the signals that ask the command to end, and no others.
-
-    `timeout` sends them to the whole process group, systemd and Slurm to every process of the job. Ray would be half
-    dead before the command had heard of anything: there would be no checkpoint, and each call to Ray would hang for a
-    minute.
-    """
-    services = ray._private.services
-    popen = services.ConsolePopen
-
-    def start(*arguments: object, preexec_fn: Callable[[], None], **more: object) -> object:
-        def prepare() -> None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
-            preexec_fn()
-
-        return popen(*arguments, preexec_fn=prepare, **more)
-
-    services.ConsolePopen = start
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def end_ray() -> None:
-    """End what `start_ray` started here, whichever of Ray's own processes outlives that, and remove its session.
+    """End what `start_ray` started here, and remove its session.
 
-    Stopped in the middle of its start, Ray leaves agents behind that go on for a minute or two.
+    If it failed to start, Ray leaves agents behind that go on for a minute or two.
     """
     family = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
     if (node := ray._private.worker._global_node) is not None:
@@ -141,7 +113,7 @@ def end_ray() -> None:
 
 
 _session: Path | None = None
-"""Of the Ray that was started here; None where its start was cut off, or it is a cluster's."""
+"""Of the Ray that was started here; None if it did not start, or is a cluster's."""
 _sessions_before: frozenset[Path] = frozenset()
 """Those of processes with our number in other containers, which may share the folder."""
 
@@ -162,12 +134,11 @@ def abandon_ray(watch: RayWatch) -> None:
 
 
 def was_abandoned() -> bool:
-    """Is Ray dead, and all of it here ended?"""
     return _abandoned
 
 
 def leave(status: int) -> None:
-    """End this process now where Ray was abandoned: its hooks at exit wait for what is dead, and all is closed."""
+    """End this process now if Ray was abandoned: its hooks at exit wait for what is dead."""
     if _abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -186,7 +157,7 @@ class RayWatch:
     """Watches what a run of this machine stands on."""
 
     def __init__(self, address: str, logs: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Ray is up, with its control store at HOST:PORT, and its own processes write there."""
+        """Ray is up, with its control store at HOST:PORT, and its own processes log to `logs`."""
         host, _, port = address.rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._logs = logs
@@ -195,18 +166,14 @@ class RayWatch:
         self._rays_own = [(name, child) for child in self._family if (name := _name(child)) is not None]
         self._reached_s = self._looked_s = clock()
         self.is_dead = False
-        """Nothing can be asked of Ray any more: whatever waits for its answer waits for ever."""
+        """Calls to Ray would never return."""
         self._reaper = subprocess.Popen(
             [sys.executable, "-S", "-E", reaper.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
         self._tell(self._names())
 
     def check(self) -> None:
-        """Look; takes no time where all is well.
-
-        Raises:
-            RunFailed: a process of Ray's is gone.
-        """
+        """RunFailed if a process of Ray's is gone; takes no time if all is well."""
         for name, process in self._rays_own:
             if not _lives(process):
                 self._fail(
@@ -229,7 +196,7 @@ class RayWatch:
         psutil.wait_procs(self._family, timeout=_GOODBYE_S)
 
     def close(self) -> None:
-        """Ray was ended: nobody needs to be guarded. May be called twice."""
+        """End the reaper once Ray was ended. Idempotent."""
         if self._reaper.stdin is not None and not self._reaper.stdin.closed:
             self._tell(reaper.DONE)
             with contextlib.suppress(BrokenPipeError):  # closing writes once more what could not be written
@@ -240,7 +207,7 @@ class RayWatch:
         return " ".join(f"{each.pid}:{reaper.started(each.pid)}" for each in self._family)
 
     def _tell(self, line: str) -> None:
-        """The reaper, which ends the family where this process is killed."""
+        """Send a line to the reaper, which ends the family if this process is killed."""
         assert self._reaper.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # killed itself; the run goes on without one
             self._reaper.stdin.write(line + "\n")
@@ -275,7 +242,7 @@ def _name(process: psutil.Process) -> str | None:
 
 
 def _family() -> list[psutil.Process]:
-    """Ray's own processes below this one, and all below them: the roles and their engines."""
+    """Return Ray's own processes below this one, and all below them: the roles and their engines."""
     own = [child for child in psutil.Process().children() if _is_of_ray(child)]
     return [*own, *(below for child in own for below in _below(child))]
 

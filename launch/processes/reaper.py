@@ -2,10 +2,9 @@
 
     python reaper.py < PIPE
 
-A line of the pipe names the processes that are to be ended, each as PID:START (ticks since boot, as in /proc/PID/stat,
-so that a number which another process has by then is not taken for it). Where the pipe ends without the line "done",
-the command was killed: what is left of them after a while is killed too. Standard library only, and little of that: it
-lives as long as the run.
+A line of the pipe names the processes to be ended, each as PID:START (ticks since boot, as in /proc/PID/stat, so that a
+reused number is not taken for it). If the pipe ends without the line "done", the command was killed: what is left of
+them after a while is killed too. Imports little of the standard library: it lives as long as the run.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import sys
 import time
 
 PATIENCE_S = 5.0
-"""Ray's workers end by themselves when their command does; its agents try for a minute and a half to tell somebody."""
+"""Ray's workers end by themselves when their command does; its agents take a minute and a half."""
 DONE = "done"
 
 
 def started(pid: int) -> str:
-    """When a process was started, in ticks since boot; empty where there is none."""
+    """Return when a process was started, in ticks since boot; empty if there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]

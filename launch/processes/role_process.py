@@ -1,7 +1,7 @@
-"""A role, which hosts a part of a run in a process of its own, that process as the supervisor sees it, and calls to it.
+"""A role, which hosts a part of a run in a process of its own; that process as the supervisor sees it; and calls to it.
 
 Role         in its process
-RoleProcess  what the supervisor has of it; Restarts: how often it is started again
+RoleProcess  what the supervisor has of it; Restarts: how often it is restarted
 results      of calls that may fail, or may not end
 """
 
@@ -32,21 +32,21 @@ from launch.text import shortened
 
 STARTUP_KEY = "launch.startup_timeout_s"
 LASTING_S = 3600.0
-"""After so much work restarts count anew: what fails now and then, in weeks, is not given up."""
+"""After so much work restarts count anew."""
 SILENCE_S = 60.0
-"""A role that answers nothing for so long is told of. It answers within milliseconds, but for a host that swaps."""
+"""A role that answers nothing for so long is reported. It answers within milliseconds, unless its host swaps."""
 _CHECK_EVERY_S = 1.0
 LOG_BYTES = 64 * 2**20  # size at which the log of a role is rotated
 
 
 _STARTED = "this process has started\n"
-"""Written to a log, which has what several processes of a role wrote, one after the other."""
+"""Separates what several processes of a role wrote to one log."""
 _CAUSES = (
     r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] ([\w.]+(?:Error|Exception)\b.*)$",
     r"^(Fatal Python error: .*|terminate called .*)$",
     r'(?:^Process (?:EngineCore|Worker)|File "<string>", line 1, in <module>)(?s:.*?)^([\w.]+Error\b.*)$',
 )
-"""Lines that state why a process of an engine failed: it logs them, dies by them, or fails before it can log."""
+"""Lines that state why a process of an engine failed."""
 _FOLLOWS = re.compile("root cause|EngineDead|Engine ?[Cc]ore|Executor failed|initialization failed")
 """In lines of processes that failed because another did."""
 _TAIL_BYTES, _QUOTED_CHARACTERS = 2**18, 300
@@ -56,7 +56,7 @@ _NO_REASON = "For further information visit"  # pydantic's last line
 Notify = Callable[[str, str], None]
 """Called with (kind, text) whenever something worth an event happens."""
 Check = Callable[[], None]
-"""Called while something is waited for, or about to be started; raises where that is in vain."""
+"""Called while something is awaited, or about to be started; raises if that is in vain."""
 
 
 class RunFailed(RuntimeError):
@@ -64,14 +64,14 @@ class RunFailed(RuntimeError):
 
 
 class WrongInput(RunFailed):
-    """What a role was to load is mistaken, and it alone could see that; the text names it."""
+    """What a role was to load is mistaken, and it alone could see that."""
 
 
 class Restarts:
-    """How often something is started again before it is given up: the one policy of services, actors and the learner.
+    """How often something is restarted before it is given up: the one policy of services, actors and the learner.
 
     At most `launch.max_restarts` times in a row. A row ends when the last restart has proved itself: by an hour of
-    work; and that of the learner, which begins anew at its newest checkpoint, by a newer one alone.
+    work, and that of the learner by a newer checkpoint alone.
     """
 
     def __init__(self, limit: int, lasting_s: float = LASTING_S) -> None:
@@ -124,12 +124,12 @@ class Role:
         threading.Thread(target=_rotate, args=(log,), name="log", daemon=True).start()
 
     def whereabouts(self) -> tuple[str, int]:
-        """The address of its host in the Ray cluster, and its process id there."""
+        """Return the address of its host in the Ray cluster, and its process id there."""
         return address_here(), os.getpid()
 
 
 def _rotate(log: Path) -> None:
-    """Bound a log: move what it has to LOG.1. The file stays, which other processes write and by which it is found."""
+    """Bound a log: move what it has to LOG.1. The file stays, which other processes write."""
     while True:
         time.sleep(_CHECK_EVERY_S)
         with contextlib.suppress(OSError):  # on a full disk it is tried again
@@ -152,7 +152,7 @@ class RoleProcess:
     handle: Any
     log: Path
     restarts: Restarts
-    """Those of a stage are the learner's, of which all stages are started again together."""
+    """Those of a stage are the learner's, of which all stages are restarted together."""
     running: Any = None
     """Ends when the role's work does; None before the work begins."""
     started_s: float = field(default_factory=time.monotonic)
@@ -164,12 +164,11 @@ class RoleProcess:
 
     @property
     def name(self) -> str:
-        """For people: role and number, as in the name of its log."""
         return f"{self.role}.{self.number}"
 
     @property
     def see(self) -> str:
-        """Where its log is, and before that the line in it that states why an engine failed, if there is one."""
+        """Return where its log is, and the line in it that states why an engine failed, if there is one."""
         try:
             with self.log.open("rb") as log:  # never mapped: a log is cut while it is in use
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -186,7 +185,7 @@ class RoleProcess:
         return "finished" if done(running) else "working"
 
     def facts(self) -> ProcessStatus:
-        """What there is to know of it now; never waits."""
+        """Return its status now; never blocks."""
         host, pid = self._whereabouts()
         return ProcessStatus(
             name=self.name,
@@ -201,7 +200,6 @@ class RoleProcess:
         )
 
     def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- a Ray call
-        """It works from now on, until this call ends."""
         self.running = call
         self.restarts.working_since_s = time.monotonic()
 
@@ -220,9 +218,9 @@ class RoleProcess:
         return where if isinstance(where, tuple) else ("", 0)
 
     def ask(self, method: str, patience_s: float, notify: Notify) -> Any:  # noqa: ANN401 -- what the role answers
-        """Call a method without arguments; None where it is not answered in time, or failed.
+        """Call a method without arguments; None if it is not answered in time, or failed.
 
-        An answer that is owed stays owed: the next question takes it. A silence of `SILENCE_S` is told.
+        The next question takes an answer that is owed. A silence of `SILENCE_S` is reported.
         """
         now = time.monotonic()
         pending, asked_s = self._owed or (getattr(self.handle, method).remote(), now)
@@ -252,7 +250,7 @@ def results(
         calls: pending Ray calls, each with its process.
         what: what the processes are to do, as in 'to be ready'.
         deadline: on the monotonic clock; launch.startup_timeout_s is behind it.
-        check: called now and then; raises where waiting is in vain.
+        check: called now and then; raises if waiting is in vain.
 
     Raises:
         WrongInput: a call failed because of the task or the model.
@@ -287,7 +285,7 @@ def done(pending: object) -> bool:
 
 
 def failure(pending: object) -> Exception | None:
-    """The error that a call has ended with; None where it ended well, or has not ended.
+    """Return the error that a call has ended with; None if it ended well, or has not ended.
 
     A RayTaskError was raised in the process; any other is of the process itself: it died, or its machine did.
     """
@@ -301,20 +299,20 @@ def failure(pending: object) -> Exception | None:
 
 
 def outcome(pending: object) -> str:
-    """Why a call that has ended did so badly; empty where it ended well."""
+    """Return why a call that has ended did so badly; empty if it ended well."""
     error = failure(pending)
     return "" if error is None else reason(error)
 
 
 def _cause(error: Exception) -> Exception:
-    """What the role raised, also while Ray read the arguments of the call there; else the error itself."""
+    """Return what the role raised, also while Ray read the arguments of the call there; else the error itself."""
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
     inner: object = getattr(cause, "client_exc", None)  # of a RaySystemError
     return inner if isinstance(inner, Exception) else cause
 
 
 def reason(error: Exception) -> str:
-    """The sentence of the error that was raised in the role, out of Ray's page about it."""
+    """Return the sentence of the error that was raised in the role, out of Ray's page about it."""
     cause = _cause(error)
     if isinstance(cause, UserFileError):
         return " ".join(str(cause).split())

@@ -1,4 +1,4 @@
-"""Services of a run: processes that each serve at an address, and are started again there when they end.
+"""Services of a run: processes that each serve at an address, and are restarted there when they end.
 
 ServiceHost  starts one, watches it, knows its address
 BufferHost   the replay buffer, and the launcher's own client of it
@@ -49,10 +49,9 @@ R = TypeVar("R")
 
 
 def interface(host: str | None, keys: ServiceKeys | None, *, is_cluster: bool) -> str | None:
-    """The address that a service of a run binds; unset, that of this machine in the Ray cluster, or none at all.
+    """Return the address that a service binds; unset, that of this machine in the Ray cluster, or none.
 
-    Raises:
-        RuntimeError: it could be reached from other machines, and is not locked.
+    RuntimeError if other machines could reach it, and it has no keys.
     """
     host = address_here() if host is None and is_cluster else host
     if keys is None and host is not None and not is_loopback(host):
@@ -67,7 +66,7 @@ class _ServiceRole(Role):
     """Hosts a service, which serves at the address that the run gives it."""
 
     _make: ClassVar[Callable[..., Any]]
-    """From its config, the facts or the id of the run, a folder and keys; it is imported in its own process alone."""
+    """From its config, the facts or the id of the run, a folder and keys; imported in its own process alone."""
 
     def __init__(
         self,
@@ -84,14 +83,13 @@ class _ServiceRole(Role):
         self._service = self._make(config.model_copy(update={"host": host}), run, folder, keys)
 
     def bind(self) -> str:
-        """Open the store and the socket; returns the address."""
+        """Open the store and the socket; return the address."""
         return str(self._service.bind())
 
     def serve(self) -> None:
         self._service.serve(self._stop)
 
     def stop(self) -> None:
-        """End `serve` after the request at hand."""
         self._stop.set()
 
 
@@ -117,10 +115,7 @@ class WeightsRole(_ServiceRole):
 
 
 class ServiceHost(ABC):
-    """Starts a service, and starts it again on its own store when it ends.
-
-    Its role has the methods `bind`, which gives its address, `serve`, which ends with the process, and `stop`.
-    """
+    """Starts a service, and restarts it on its own store when it ends."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -131,16 +126,12 @@ class ServiceHost(ABC):
         self._notify = notify
         self._check = check
         self.processes: list[RoleProcess] = []
-        """One, or none before it serves and where the run has no such service."""
+        """One, or none before it serves and if the run has no such service."""
         self.address = ""
-        """A service that is started again finds its socket or its port in its folder, and so keeps its address."""
+        """Kept over restarts: the socket or port is in its folder."""
 
     def watch(self) -> None:
-        """Start the service again if it has ended.
-
-        Raises:
-            RunFailed: it ended too often.
-        """
+        """Restart the service if it has ended; RunFailed if it ended too often."""
         self._check()
         for process in self.processes:
             if not done(process.running):
@@ -153,7 +144,7 @@ class ServiceHost(ABC):
             self._start_again(process)
 
     def ask_to_stop(self) -> list[Any]:
-        """Let it end after the request at hand; return the pending calls that end with it."""
+        """End it after the request at hand; return the pending calls that end with it."""
         there = [process for process in self.processes if process.handle is not None]
         calls = [[process.handle.stop.remote(), process.running] for process in there]
         return [call for pair in calls for call in pair if call is not None]
@@ -166,14 +157,13 @@ class ServiceHost(ABC):
 
     @abstractmethod
     def _role(self) -> tuple[type, tuple[object, ...]]:
-        """The role that hosts it, and its arguments; it finds the store and the port of an earlier process."""
+        """Return the role that hosts it, and its arguments."""
 
     @property
     def _logs(self) -> str:
         return ", ".join(str(process.log) for process in self.processes)
 
     def _serve(self, deadline: float) -> None:
-        """Start it; returns when it serves."""
         log, restarts = self._plan.folder.log(self.name, 0), Restarts(self._plan.config.launch.max_restarts)
         process = RoleProcess(self.name, 0, self._spawn(log), log, restarts)
         self.address = self._bind(process, deadline)
@@ -185,7 +175,7 @@ class ServiceHost(ABC):
         return spawn(role, log, *arguments, on=here(), concurrency=3, variables=variables)
 
     def _start_again(self, process: RoleProcess) -> None:
-        """Until it serves; an attempt that fails counts as a restart."""
+        """Retry until it serves; an attempt that fails counts as a restart."""
         while True:
             process.forget()
             process.restarts.count()
@@ -203,7 +193,6 @@ class ServiceHost(ABC):
                 return
 
     def _bind(self, process: RoleProcess, deadline: float) -> str:
-        """The address at which it begins to serve."""
         (address,) = results([(process, process.handle.bind.remote())], "to open its store", deadline, self._check)
         process.begin_work(process.handle.serve.remote())
         return str(address)
@@ -221,11 +210,7 @@ class BufferHost(ServiceHost):
         self._client: BufferClient | None = None
 
     def start(self, deadline: float) -> None:
-        """Start the service, and connect to it.
-
-        Raises:
-            RunFailed: it did not start or does not answer.
-        """
+        """Start the service, and connect to it; RunFailed if it did not start or does not answer."""
         forget_port(self._plan.folder.buffer / BUFFER_PORT)
         self._serve(deadline)
         self._client = BufferClient(
@@ -241,11 +226,7 @@ class BufferHost(ServiceHost):
             raise RunFailed(f"the buffer service does not answer: {error}; see {self._logs}") from error
 
     def ask(self, request: Callable[[BufferClient], Future[R]]) -> R:
-        """Ask the buffer; a service that is down is started again, and the client sends again.
-
-        Raises:
-            RunFailed: it did not answer within `GIVE_UP_S`.
-        """
+        """Ask the buffer; a service that is down is restarted. RunFailed after `GIVE_UP_S`."""
         assert self._client is not None, "start() comes first"
         deadline = time.monotonic() + GIVE_UP_S
         future = request(self._client)
@@ -272,16 +253,12 @@ class BufferHost(ServiceHost):
 
 
 class WeightsHost(ServiceHost):
-    """The weight service, where weights may travel over the network. Its address is '' where they never do."""
+    """The weight service, if weights travel over the network. Its address is '' otherwise."""
 
     name, title = "weights", "the weight service"
 
     def start(self, deadline: float) -> None:
-        """Start the service, if the run has one.
-
-        Raises:
-            RunFailed: it did not start.
-        """
+        """Start the service, if the run has one; RunFailed if it did not start."""
         if self._plan.config.weight_sync.transport != "folder":
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve(deadline)

@@ -1,4 +1,4 @@
-"""The processes of a run: started together, watched, restarted where that loses nothing, ended together."""
+"""The processes of a run: started together, watched, restarted, ended together."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from launch.processes.role_process import Notify, RoleProcess, RunFailed, done, 
 from launch.processes.services import BufferHost, WeightsHost
 
 GOODBYE_S = 15.0
-"""How long actors and services may take to end by themselves before they are killed."""
+"""Grace period of actors and services before they are killed."""
 HURRIED_GOODBYE_S = 3.0
-"""The same where the run was stopped: an actor whose engine is starting answers nothing."""
+"""The same if the run was stopped: an actor whose engine is starting answers nothing."""
 ENDING_S = 10.0
-"""What their end takes beside the goodbyes; a Ray that has not ended them by then is given up."""
+"""What their end takes beside the grace periods; then Ray is given up."""
 LOCAL_PLACEMENT_S = 15.0
-"""How long a worker waits for resources of this machine alone; what the machine does not have is not waited for."""
+"""Timeout of a worker's wait for resources of this machine alone."""
 PATIENCE_S = 0.2
-"""How long an answer is waited for; one that comes later is taken at the next poll."""
+"""Timeout of a poll's answer; a later one is taken at the next poll."""
 RANKER = "planning.ranker_service:RankerService"
 
 
@@ -82,16 +82,12 @@ class Supervisor:
         self._drained = False
         self._goodbye_s = GOODBYE_S
         self._told_of: set[str] = set()
-        """Senders of nonsense; the buffer tells a bounded number of them apart."""
+        """Senders of invalid messages; the buffer tells a bounded number of them apart."""
 
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, progress: Callable[[str], None]) -> None:
-        """Start Ray and every role; returns when all are ready, and tells `progress` on the way how far it is.
-
-        Raises:
-            RunFailed: a role failed to start, or did not within launch.startup_timeout_s.
-        """
+        """Start Ray and every role and wait until all are ready; RunFailed if one does not start in time."""
         config = self._config.launch
         progress("starting Ray (the whole start takes about half a minute)")
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
@@ -134,22 +130,14 @@ class Supervisor:
             self._ray.check()
 
     def _watch_services(self) -> None:
-        """Buffer and weight service are there, or are started again; so it is also while nothing else is polled.
-
-        Raises:
-            RunFailed: one ended too often, or Ray died.
-        """
+        """Restart the services; also while nothing else is polled. RunFailed if one ended too often, or Ray died."""
         self._weights.watch()
         self._buffer.watch()
 
     # --- watch ------------------------------------------------------------------------------------
 
     def poll(self, patience_s: float = PATIENCE_S) -> PollResult:
-        """Ask every role for news and restart what died; an answer that comes later is taken at the next poll.
-
-        Raises:
-            RunFailed: a role that the run cannot go on without is gone.
-        """
+        """Ask every role for news and restart what died; RunFailed if a role that the run needs is gone."""
         self._watch_services()
         self.learner.watch()
         news = self.learner.poll(patience_s)
@@ -167,7 +155,7 @@ class Supervisor:
         return news
 
     def hear_actors(self) -> PollResult:
-        """What those say that are ready, while they evaluate before or after training; begins and restarts nothing."""
+        """Return the reports of ready actors while they evaluate before or after training; restart nothing."""
         ready = self.actors.ready()
         names = frozenset(actor_name(actor.number) for actor in ready)
         return PollResult(actors=self._reports(ready, PATIENCE_S), working=names, processes=self.processes())
@@ -182,14 +170,14 @@ class Supervisor:
         return reports
 
     def _tell_of_nonsense(self, status: Status) -> None:
-        """Once for each sender, however much it sends."""
+        """Once for each sender."""
         for sender, told in status.nonsense.items():
             if sender not in self._told_of:
                 self._told_of.add(sender)
                 self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
 
     def processes(self) -> tuple[ProcessStatus, ...]:
-        """Buffer, weights, ranker, stages, actors, as they are now; waits for none of them."""
+        """Return buffer, weights, ranker, stages, actors, as they are now; never blocks."""
         rankers: Sequence[RoleProcess] = () if self._ranker is None else self._ranker.processes
         return (
             *(each.facts() for each in (*self._buffer.processes, *self._weights.processes, *rankers)),
@@ -207,9 +195,9 @@ class Supervisor:
     # --- evaluate, drain, end ---------------------------------------------------------------------
 
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
-        """Begin a held-out evaluation on the actors, of this version at the earliest; training goes on where it can.
+        """Begin a held-out evaluation on the actors, of this version at the earliest.
 
-        It waits for an actor that is ready, so in training it is called only while one is.
+        It waits for a ready actor, so in training it is called only while there is one.
         """
         return Evaluation(
             self.actors.wait_until_ready(),
@@ -222,36 +210,34 @@ class Supervisor:
         )
 
     def request_stop(self) -> None:
-        """Ask the learner to end after the step at hand, with a checkpoint, and close admission."""
+        """End the learner after the step at hand, with a checkpoint, and close admission."""
         self.learner.request_stop()
         self.actors.are_ending = True
         self.drain()
 
     def drain(self) -> None:
-        """Grant no further leases, whatever happens to the learner from now on."""
+        """Grant no further leases, whatever happens to the learner."""
         self._drained = True
         self._drain_again()
 
     def _drain_again(self) -> None:
-        """A learner that is started again opens admission, also where the run was over."""
+        """Close admission again, which a restarted learner opens."""
         if self._drained:
             self._buffer.ask(lambda client: client.drain())
 
     def status(self) -> Status:
-        """The ledger and what is in flight."""
         return self._buffer.ask(lambda client: client.status())
 
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder; all stages take part."""
         self.learner.export(folder)
         self._drain_again()
 
     def hurry(self) -> None:
-        """The run was stopped: whoever does not end by itself at once is killed by `stop`."""
+        """Shorten the grace periods of `stop`."""
         self._goodbye_s = HURRIED_GOODBYE_S
 
     def stop(self) -> None:
-        """End every process, politely where there is time. Safe to call at any moment, more than once."""
+        """End every process, in order if there is time. Idempotent."""
         try:
             self._buffer.close()
         finally:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.advantages import gae, group_advantages, rewards_per_token
+from algorithms.base import group_advantages
+from algorithms.off_policy_ppo import gae, rewards_per_token
 from tests.unit.loss_batches import interleaved, make_inputs, mates_of, tokens_of
 
 
