@@ -68,76 +68,64 @@ def _set_keys(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """One sentence for the first mistake in a config of this model, and how many more there are."""
-    mistakes = error.errors()
-    first = mistakes[0]
-    location = [str(part) for part in first["loc"]]
-    models, keys, branches = _walk(location, root)
-    dotted = ".".join(keys)
-    kind = first["type"]
+    """Return a sentence on the first mistake in a config of this model, with the number of other wrong keys."""
+    mistakes = [(*_walk(each["loc"], root), each) for each in error.errors()]
+    keys, models, first = mistakes[0]
+    key, kind, context = ".".join(keys), first["type"], first.get("ctx", {})
     if kind == "extra_forbidden" and keys[-1] in TRUNCATING_KEYS:
-        text = f"{dotted} is refused: training samples by temperature alone, so that log-probabilities stay exact"
+        text = f"{key} is refused: training samples by temperature alone, so that log-probabilities stay exact"
     elif kind == "extra_forbidden":
-        text = f"unknown key {dotted}{_suggest(keys, models, first['input'])}"
+        text = f"unknown key {key}{_suggest(keys, models, root)}"
     elif kind == "missing":
-        text = f"{dotted} is missing"
+        text = f"{key} is missing"
     elif kind == "union_tag_not_found":
-        text = f"{dotted}.type is missing{_suggest_type(first['input'], branches)}"
+        text = f"{key}.type is missing, which is one of {', '.join(map(_tag, models))}"
     elif kind == "union_tag_invalid":
-        found, expected = str(first["ctx"]["tag"]), str(first["ctx"]["expected_tags"])
-        hint = did_you_mean(found, expected.replace("'", "").split(", "))
-        text = f"{dotted}.type is '{found}', and must be one of {expected}{hint}"
+        hint = did_you_mean(str(context["tag"]), map(_tag, models))
+        text = f"{key}.type is '{context['tag']}', and must be one of {context['expected_tags']}{hint}"
     elif kind == "value_error":
-        text = str(first["ctx"]["error"])
-        text = f"[{dotted}] {text}" if dotted else text
+        text = f"[{key}] {context['error']}" if key else str(context["error"])
     else:  # several mistakes at one key are the branches of a union: it may be this or that
-        messages = [each["msg"] for each in mistakes if _walk([str(part) for part in each["loc"]], root)[1] == keys]
-        wanted = ", or ".join(message[0].lower() + message[1:] for message in dict.fromkeys(messages))
-        text = f"{dotted} = {shortened(first['input'])}: {wanted}"
-    wrong_keys = {tuple(_walk([str(part) for part in each["loc"]], root)[1]) for each in mistakes}
-    more = f" (and {len(wrong_keys) - 1} more)" if len(wrong_keys) > 1 else ""
-    return f"{text}{more}"
+        messages = dict.fromkeys(each["msg"] for same, _, each in mistakes if same == keys)
+        wanted = ", or ".join(message[0].lower() + message[1:] for message in messages)
+        text = f"{key} = {shortened(first['input'])}: {wanted}"
+    num_others = len({tuple(keys) for keys, _, _ in mistakes}) - 1
+    return f"{text} (and {num_others} more)" if num_others else text
 
 
 def dotted(location: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return the key at an error's location, without the tags of unions."""
-    return ".".join(_walk([str(part) for part in location], root)[1])
+    return ".".join(_walk(location, root)[0])
 
 
 def shortened(value: object, most: int = 100) -> str:
-    """A value as TOML's reader gave it, for a sentence."""
+    """Return a value for a sentence."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
-def _walk(
-    location: Sequence[str], root: type[BaseModel]
-) -> tuple[list[type[BaseModel]], list[str], list[type[BaseModel]]]:
-    """The models along an error's location, its keys without the tags of unions, and the members of a last union."""
-    models: list[type[BaseModel]] = [root]
+def _walk(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
+    """Return the keys at an error's location, and the models that their table may have, its own first."""
     keys: list[str] = []
-    candidates: list[type[BaseModel]] = []
-    at_leaf = in_table = False
-    for part in location:
-        if in_table or part.isdigit():  # the name of an entry of a table, or an entry of a list
+    models, is_name, is_value = [root], False, False
+    for part in map(str, location):
+        if is_name or part.isdigit():  # an entry of a table, or of a list
             keys.append(part)
-            in_table = False
-        elif tagged := [candidate for candidate in candidates if _tag(candidate) == part]:
-            models.append(tagged[0])
-            candidates = []
-        elif not at_leaf:  # else the branch of a union of plain values
-            info = models[-1].model_fields.get(part)
+            is_name = False
+        elif tagged := [model for model in models if _tag(model) == part]:
+            models = [*tagged, *(model for model in models if model not in tagged)]
+        elif not is_value:  # else the branch of a union of plain values
             keys.append(part)
-            candidates = models_of(info.annotation) if info is not None else []
-            in_table = info is not None and get_origin(info.annotation) is dict
-            at_leaf = info is not None and not candidates
-            if len(candidates) == 1:
-                models.append(candidates.pop())
-    return models, keys, candidates
+            info = models[0].model_fields.get(part)
+            inner = [] if info is None else models_of(info.annotation)
+            is_name = info is not None and get_origin(info.annotation) is dict
+            is_value = info is not None and not inner
+            models = inner or models
+    return keys, models
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
-    """The config models in a field's annotation: one, the members of a union, or of the entries of a list or table."""
+    """Return the config models in a field's annotation: one, the members of a union, or of the entries of a table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType, Annotated, tuple, dict):
@@ -149,43 +137,15 @@ def _tag(model: type[BaseModel]) -> str:
     return str(get_args(model.model_fields["type"].annotation)[0]) if "type" in model.model_fields else ""
 
 
-def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], given: object) -> str:
-    model, key = models[-1], keys[-1]
-    own = ".".join(keys[:-1])
-    known = list(model.model_fields)
-    of_union = [info for name, info in models[-2:][0].model_fields.items() if name in keys[:-1]] if _tag(model) else []
-    outer = [member for info in of_union for member in models_of(info.annotation)]
-    if owners := [f"'{_tag(other)}'" for other in outer if key in other.model_fields]:
-        return f"; {own}.type = '{_tag(model)}' has no such key, it is of type {' or '.join(owners)}"
-    for section, info in models[0].model_fields.items():  # the right key under the wrong section
-        for owner in models_of(info.annotation):
-            if key in owner.model_fields and section != "pools":
-                of_type = f", of {section}.type = '{_tag(owner)}'" if _tag(owner) else ""
-                return f"; did you mean {section}.{key}{of_type}?"
-    beside = {name: ".".join([*keys[:-1], name]) for name in known}
-    anywhere = _all_keys(models[0])
-    # at the top a table is a section with another name, and a value a key that lost its section
-    for names in (beside, anywhere) if len(keys) > 1 or isinstance(given, dict) else (anywhere, beside):
-        if hint := did_you_mean(key, names, names.__getitem__):
-            return hint
-    return f"; known keys are {', '.join(known)}"
-
-
-def _all_keys(root: type[BaseModel]) -> dict[str, str]:
-    """Where each key is, by its last part."""
-    sections = root.model_fields.items()
-    return {
-        key: f"{section}.{key}"
-        for section, info in sections
-        if section != "pools"
-        for owner in models_of(info.annotation)
-        for key in owner.model_fields
-    }
-
-
-def _suggest_type(given: object, members: Sequence[type[BaseModel]]) -> str:
-    """What a table without its `type` may have meant."""
-    types = [_tag(member) for member in members]
-    said = given.items() if isinstance(given, dict) else ()
-    hint = next((f"; did you mean type = '{value}' in place of {key}?" for key, value in said if value in types), "")
-    return f", which is one of {', '.join(types)}{hint}"
+def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], root: type[BaseModel]) -> str:
+    """Return which key was probably meant: of another type, or of a similar name here or in any section."""
+    own, key = ".".join(keys[:-1]), keys[-1]
+    if owners := [f"'{_tag(other)}'" for other in models[1:] if key in other.model_fields]:
+        return f"; {own}.type = '{_tag(models[0])}' has no such key, it is of type {' or '.join(owners)}"
+    places = {name: f"{own}.{name}" if own else name for name in models[0].model_fields}
+    for section, info in root.model_fields.items():
+        for model in models_of(info.annotation) if section != "pools" else ():
+            of_type = f", of {section}.type = '{_tag(model)}'" if _tag(model) else ""
+            for name in model.model_fields:
+                places.setdefault(name, f"{section}.{name}{of_type}")
+    return did_you_mean(key, places, places.__getitem__) or f"; known keys are {', '.join(models[0].model_fields)}"

@@ -217,7 +217,7 @@ CASES = [
     Case(
         "a correction by name",
         demo(CORRECTION[0], CORRECTION[1] % '{name = "icepop"}'),
-        ("algorithm.corrections.0.type is missing", "did you mean type = 'icepop' in place of name?"),
+        ("algorithm.corrections.0.type is missing, which is one of token_tis, "),
     ),
     Case(
         "a mistyped correction",
