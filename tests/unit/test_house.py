@@ -8,14 +8,14 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 180,
-    "lines": 47_213,
-    "lines without planning": 41_780,
+    "lines": 47_135,
+    "lines without planning": 41_702,
     "lines of buffer": 8_370,
-    "lines of launch": 12_425,
+    "lines of launch": 12_347,
     "lines of shell": 910,
     "lines of the report's page": 428,
     "lines of examples": 1_033,
-    "longest file": 476,
+    "longest file": 473,
     "longest function": 57,
     "modules imported by exactly one other": 33,
     "import cycles": 0,
