@@ -112,9 +112,9 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
 @pytest.mark.parametrize(
     ("fields", "overrides", "why"),
     [
-        ({}, ["--weight_sync.max_lag", "4"], "weight_sync.max_lag = 4 cannot be kept: set weight_sync.max_lag = 'unbo"),
-        ({}, ["--buffer.sampler", "on_policy_share"], "use buffer.sampler = 'uniform'"),
-        ({}, ["--launch.autoscale", "on"], "launch.autoscale = 'on' counts what actors make"),
+        ({}, ["--weight_sync.max_lag", "4"], "whose age is unknown: set weight_sync.max_lag = 'unbounded'"),
+        ({}, ["--buffer.sampler", "on_policy_share"], "set buffer.sampler = 'uniform'"),
+        ({}, ["--launch.autoscale", "on"], "launch.autoscale = 'on' has no effect on the recorded samples of"),
         ({}, ["--learner.num_steps", "4"], "has 6 groups to train on, enough for 3 steps: lower"),
         ({}, ["--learner.groups_per_step", "7"], "enough for 0 steps"),
         (
@@ -123,7 +123,7 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
             "has 6 groups to train on, of which buffer.refill_uninformative may set 3 aside, enough for 1 steps",
         ),
         ({}, ["--buffer.source", "nowhere"], "nowhere: give the folder of"),
-        ({}, ["--actors.num_actors", "0", "--actors.eval_every", "5"], "with actors.num_actors = 0 nobody evaluates"),
+        ({}, ["--actors.num_actors", "0", "--actors.eval_every", "5"], "actors.eval_every = 5 needs an actor"),
         ({"completion_ids": [4, 16]}, [], "row 1: token outside the vocabulary of 16"),
         ({"completion_ids": [4] * 63, "logprobs": None}, [], "row 1: longer than max_tokens = 64"),
         ({"logprob": 1.0}, [], "unknown field `logprob`; did you mean 'logprobs'?"),
@@ -174,7 +174,7 @@ def test_a_model_that_comes_later_is_held_against_the_samples_then(tmp_path):
 
 
 def test_without_actors_and_without_samples_nothing_would_be_trained(tmp_path):
-    with pytest.raises(ConfigError, match=r"actors\.num_actors = 0, so nobody makes samples"):
+    with pytest.raises(ConfigError, match=r"actors\.num_actors = 0 generates no samples"):
         check(load_config(DEMO, [*SMALL, "--actors.num_actors", "0"]), tmp_path / "run")
 
 
@@ -183,9 +183,9 @@ def test_a_run_that_lives_or_was_sampled_otherwise_is_refused(tmp_path):
     made.folder.create(made.config)
     fill_buffer(made.config, context(made).facts, made.folder, made.recorded)
     assert plan(made.folder.root, tmp_path / "second").recorded == made.recorded
-    with claimed(made.folder), pytest.raises(ConfigError, match=rf"is a run that lives \(process {os.getpid()}\)"):
+    with claimed(made.folder), pytest.raises(ConfigError, match=rf"is a running job \(process {os.getpid()}\)"):
         plan(made.folder.root, tmp_path / "second")
-    with pytest.raises(ConfigError, match=r"actors.temperature = 0.5, and .* was sampled at 1: its log-prob"):
+    with pytest.raises(ConfigError, match=r"actors.temperature = 0.5, and .* were sampled at 1: set"):
         plan(made.folder.root, tmp_path / "second", "--actors.temperature", "0.5")
     lock = own(made.folder.buffer)
     with pytest.raises(ConfigError, match="is being written by a run that lives"):

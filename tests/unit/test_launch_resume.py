@@ -256,7 +256,7 @@ def test_a_finished_run_asks_for_more_steps(folder):
     folder.summary.write_text(json.dumps({"accuracy_after": 0.8, "num_steps": 100}))
     assert resume(folder, [], print).step == 120, "it was given more steps, and killed before it had evaluated again"
     no_actors = ["--actors.num_actors", "0"]
-    with pytest.raises(ConfigError, match="nobody makes samples"):  # which is looked at after what is finished
+    with pytest.raises(ConfigError, match="generates no samples"):  # which is looked at after what is finished
         resume(folder, no_actors, print)
     folder.summary.write_text(json.dumps({"accuracy_after": None, "num_steps": 120}))
     with pytest.raises(ConfigError, match="is finished"):
