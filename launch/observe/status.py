@@ -1,10 +1,9 @@
-"""RunStatus: what is known of a run. The one description of it: in memory, as status.json, and on every view.
+"""RunStatus: what is known of a run, in memory, as status.json, and on every view.
 
 The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report, a script of yours.
-It is one JSON document, written anew about twice a second and replaced in one go, so that no reader ever sees half of
-it; its owner alone can read it. A reader of another format number refuses it, and passes over fields that it does not
-know. So a new field has a default, and one that goes takes a new format number. Times are in seconds since the Unix
-epoch, lags in versions, tokens are completion tokens; null is "not known (yet)".
+It is one JSON document that only its owner can read, replaced in one go about twice a second. A reader refuses another
+format number and ignores fields that it does not know, so a new field has a default, and removing one takes a new number.
+Times are seconds since the Unix epoch, lags are versions, tokens are completion tokens; null means "not known (yet)".
 """
 
 from __future__ import annotations
@@ -32,44 +31,43 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 NUM_EVENTS = 20
-"""Of the newest events in the file; events.jsonl has all of them."""
+"""Newest events in the file; events.jsonl has all of them."""
 STALE_S = 60.0
-"""A command on another host writes every few seconds; one that has not for so long is taken for gone."""
+"""Age in seconds at which the file of a command on another host counts as that of a command that is gone."""
 SILENT_S = 10.0
-"""After so long without a new figure it is said how old they are."""
+"""Age in seconds from which the age of the figures is shown."""
 NUM_NAMED = 3
-"""Up to this number of actors that wait for the same are named one by one."""
+"""Actors that wait for the same thing and are named one by one."""
 LEASE = "waiting for a lease"
 POLICY = "waiting for policy"
-"""How an actor begins to say so; see `actors.loop`."""
+"""How `waiting` of an actor begins; see `actors.loop`."""
 
 
 class StatusError(ConfigError):
-    """There is none, or it cannot be read; the text says why and what to try."""
+    """There is no status, or it cannot be read; the text says why and what to try."""
 
 
 # --- the structure ------------------------------------------------------------------------------------
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of a run, as it says itself and as its supervisor sees it."""
+    """A process of a run, as it reports itself and as its supervisor sees it."""
 
     name: str
-    """As in the name of its log: "stage.0"; of an actor as in leases and trajectories: "actor-0"."""
+    """As in the name of its log, "stage.0"; of an actor as in leases and trajectories, "actor-0"."""
     role: str = ""
     number: int = 0
     pool: str = ""
     state: str
-    """As its `state` in `launch.processes` says: "starting", "working", "finished", and more of stages and actors."""
+    """"starting", "working", "finished", and more of stages and actors; see `launch.processes`."""
     since_s: float = 0.0
     """When it was first seen in that state."""
     waits_for: str = ""
     """Empty while nothing keeps it from running more."""
     restarts: int
     host: str
-    """Address in the Ray cluster; empty until it has told."""
+    """Address in the Ray cluster; empty until it is known, as the pid is 0."""
     pid: int
-    """On that host; 0 until it has told."""
     log: str
 
 
@@ -77,17 +75,17 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     """An actor: a vLLM engine and its loop."""
 
     version: str | None = None
-    """That it serves, as `45 (start 3)`; of the first start only the number."""
+    """Served version: `45`, or `45 (start 3)` if not of the first start."""
     behind: int | None = None
-    """Versions that it is behind the newest published one."""
+    """Versions behind the newest published one."""
     waits_s: float = 0.0
     running: int = 0
     tokens_per_s: float = 0.0
     acknowledged: int = 0
-    """Samples of which the buffer told it that it has them, over all its processes of this command."""
+    """Samples that the buffer acknowledged to its processes under this command."""
     mismatch_lag0_abs: float | None = None
     refused: str = ""
-    """Why it did not take its last update; empty where it did."""
+    """Why it did not take its last update; empty if it did."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +109,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     waits_for: str = ""
     publishing: str = ""
-    """What keeps published weights from being on disk; empty where nothing does."""
+    """What keeps published weights from being on disk; empty if nothing does."""
     restarts: int = 0
 
 
@@ -132,12 +130,12 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out accuracy at one version (or a few, where actors differed)."""
+    """Held-out accuracy at one version, or at a few if actors differed."""
 
     versions: str
     policy_version: int = 0
     start: int = 0
-    """Of the newest one: its number, and which start of the learner made it, from 0."""
+    """Number of the newest version, and of the start of the learner that made it, from 0."""
     greedy: float | None
     sampled: float | None
     num_problems: int
@@ -193,7 +191,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, kw_only=True):
-    """All of it. The observer keeps it new in place; its parts are replaced and never changed, so a copy is cheap."""
+    """All of it. The observer updates it in place; its parts are replaced and never changed, so a copy is cheap."""
 
     format: int = FORMAT
     run: str
@@ -201,23 +199,22 @@ class RunStatus(msgspec.Struct, kw_only=True):
     folder: str
     pid: int
     host: str
-    """Name of the machine that it runs on."""
     started_s: float
     written_s: float = 0.0
     wall_s: float = 0.0
     """Seconds that commands worked on the run, this one and those before it."""
     polled_s: float | None = None
-    """When the roles were last asked for news; the file is written on while they are not."""
+    """When the roles were last polled; the file is also written between polls."""
     phase: str = ""
     phase_since_s: float = 0.0
     step: int = 0
     num_steps: int
     steps_redone: int = 0
-    """Steps taken once more so far, because a learner was lost before a checkpoint held them."""
+    """Steps taken again, because a learner was lost before a checkpoint held them."""
     trained_tokens: int = 0
     version: int = 0
     published: str | None = None
-    """Newest published version, as that of an actor."""
+    """Newest published version, written as that of an actor."""
     row: dict[str, Any] = {}
     """The metrics of the newest step, of metrics.jsonl and actors.jsonl; every view reads them here."""
     lag_mean: float | None = None
@@ -249,9 +246,6 @@ class RunStatus(msgspec.Struct, kw_only=True):
         return (step_s + (ahead_s or 0.0)) / (step_s + (wait_s or 0.0)) if step_s else None
 
 
-# --- what it is made from -----------------------------------------------------------------------------
-
-
 @dataclass
 class PollResult:
     """What the roles reported at one poll."""
@@ -260,18 +254,18 @@ class PollResult:
     """New rows of metrics.jsonl."""
     learner_waits_for: str = ""
     publishing: str | None = None
-    """What keeps published weights from being on disk; empty where nothing does, None where nobody said."""
+    """What keeps published weights from being on disk; empty if nothing does, None if no answer came."""
     resumed_at: int | None = None
     """Once after each restart of the learner: the step after which it goes on; later steps are taken again."""
     resumed_version: int = 0
     """The version that it goes on from."""
     actors: list[ActorReport] = field(default_factory=list)
     working: frozenset[str] | None = None
-    """Names of the actors that work; the others are being started, or out of the run. None: not known."""
+    """Names of the actors that work, and not those that start or are out of the run. None: not known."""
     quarantined: tuple[str, ...] = ()
     """Names of the actors that were taken out of the run because of their weights."""
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """How many actors each pool is to have."""
+    """Desired number of actors of each pool."""
     processes: tuple[ProcessStatus, ...] = ()
     """All of the run: buffer, weights, stages, actors."""
     status: Status | None = None
@@ -288,20 +282,20 @@ class _Format(msgspec.Struct, frozen=True):
 
 
 def write_status(path: Path, status: RunStatus) -> None:
-    """Put it in place of the last one.
+    """Replace the file.
 
     Raises:
-        OSError: the disk is full, say; the last one stays.
+        OSError: it cannot be written, and stays as it was.
     """
     with private_file(path) as file:
         file.write(_encoder.encode(status))
 
 
 def read_status(path: Path) -> RunStatus:
-    """The newest one.
+    """Read the newest one.
 
     Raises:
-        StatusError: it is not there, not readable, or of another format.
+        StatusError: it is missing, unreadable, or of another format.
     """
     try:
         text = path.read_bytes()
@@ -332,21 +326,19 @@ class StatusView:
     status: RunStatus
     now_s: float
     gone: str = ""
-    """Why its command is thought gone though it recorded no end, and what to do; else empty."""
+    """Why its command counts as gone though it recorded no end, and what to do; else empty."""
     resuming: str = ""
-    """That another command has resumed it, of which the status does not know yet; else empty."""
+    """That another command has resumed it, which the status does not show yet; else empty."""
 
     @property
     def is_well(self) -> bool:
         if self.resuming:
             return True
-        if self.status.ended is not None:
-            return self.status.ended.exit_status == 0
-        return not self.gone
+        return self.status.ended.exit_status == 0 if self.status.ended is not None else not self.gone
 
 
 def find_run(path: Path | None) -> RunFolder:
-    """The run that is meant; without a path the newest in runs/.
+    """Open the run at a path, or the newest in runs/.
 
     Raises:
         ConfigError: there is none.
@@ -360,35 +352,36 @@ def find_run(path: Path | None) -> RunFolder:
 
 
 def look(folder: RunFolder) -> StatusView:
-    """See how a run is now.
+    """Read the status of a run, and check whether its command is alive.
 
     Raises:
-        StatusError: nothing can be seen of it.
+        StatusError: there is no status to read.
     """
+    owner = owner_of(folder)
     try:
         status = read_status(folder.status)
     except StatusError as error:
-        if folder.status.exists() or owner_of(folder) is None:
+        if folder.status.exists() or owner is None:
             raise
         raise StatusError(f"the run {folder.root} has only just begun; look again in a few seconds") from error
-    now_s, owner = status.written_s + max(0.0, time.time() - folder.status.stat().st_mtime), owner_of(folder)
+    now_s = status.written_s + max(0.0, time.time() - folder.status.stat().st_mtime)
     # in a container that was started again, a command has the number of the one before
     if owner is not None and (owner != status.pid or _began_s(folder) > status.written_s):
         who = f"a command (process {owner})" if owner else "a command"
         return StatusView(status, now_s, resuming=f"{who} is just going on with it")
-    return StatusView(status, now_s, gone=_why_gone(folder, status, time.time(), owner))
+    return StatusView(status, now_s, gone=_why_gone(folder, status, owner))
 
 
 def _began_s(folder: RunFolder) -> float:
-    """When a command claimed the run last; 0 where the folder is just removed."""
+    """Return when a command claimed the run last; 0 if the folder was just removed."""
     with contextlib.suppress(OSError):
         return folder.claim.stat().st_mtime
     return 0.0
 
 
-def _why_gone(folder: RunFolder, status: RunStatus, now_s: float, owner: int | None) -> str:
+def _why_gone(folder: RunFolder, status: RunStatus, owner: int | None) -> str:
     is_here = status.host == socket.gethostname()
-    is_there = owner is not None if is_here else now_s - status.written_s <= STALE_S
+    is_there = owner is not None if is_here else time.time() - status.written_s <= STALE_S
     if is_there or status.ended is not None:
         return ""
     where = "" if is_here else f" on {status.host}"
@@ -400,12 +393,12 @@ def _why_gone(folder: RunFolder, status: RunStatus, now_s: float, owner: int | N
 
 
 def why_nobody_works(folder: RunFolder) -> str:
-    """Why no command works on a run; empty where one does, here or on another host that shares its folder."""
+    """Return why no command works on a run; empty if one does, here or on another host that shares its folder."""
     if owner_of(folder) is not None:
         return ""
     try:
         seen = look(folder)
-    except StatusError:  # it ended before it said anything
+    except StatusError:  # it ended before it wrote one
         return f"no command works on the run {folder.root}; `leeway resume {folder.root}` goes on with it"
     if (ended := seen.status.ended) is not None:
         return f"the run {folder.root} is over ({ended.text}); `leeway resume {folder.root}` goes on with it"
@@ -416,7 +409,7 @@ def why_nobody_works(folder: RunFolder) -> str:
 
 
 def waits(status: RunStatus, now_s: float) -> list[str]:
-    """Every role that waits, and for whom: from what the roles say of themselves and the states of their processes."""
+    """Return a sentence for every role that waits, and what for."""
     learner = status.learner
     found = [f"the learner waits for {learner.waits_for}"] if learner.waits_for else []
     found += [f"published weights wait for {learner.publishing}"] if learner.publishing else []
@@ -432,7 +425,7 @@ def waits(status: RunStatus, now_s: float) -> list[str]:
 
 
 def _of_actor(said: str, status: RunStatus) -> tuple[str, str]:
-    """What it does, and for whom or to what, out of what it says itself."""
+    """Return a verb and its object, from what an actor reports."""
     buffer = status.buffer
     if said.startswith("evaluating "):
         return "evaluate", said.removeprefix("evaluating ")
