@@ -5,7 +5,7 @@ train       the run itself: evaluate, train, evaluate, export, summarise
 resume      going on with a run: what may differ from before, and what may not
 processes   the processes of a run: where they are placed, started, watched, started again, ended
 observe     what is known of a run, while it lives and after, and where it is shown
-report      one page that shows a run, and a trace of it
+report      one page that shows a run
 doctor      checks of this machine and of a run on it
 reward_check  tries reward functions before a run does
 needs       MachineNeeds: memory, disk and shared memory that a run takes

@@ -370,7 +370,9 @@ def report(run: RunPath, out: OutFile = None) -> int:
     from launch.run_folder import open_run
 
     folder = open_run(run)
-    out = _no_folder(out or folder.report)
+    out = out or folder.report
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; give --out the name of a file")
     with private_files():
         found = collect(folder)
         try:
@@ -381,38 +383,6 @@ def report(run: RunPath, out: OutFile = None) -> int:
         print(f"{found.name}: {sentence}")
     print(f"{out} ({size / 2**20:.1f} MiB)")
     return ExitStatus.OK
-
-
-@app.command()
-def trace(run: RunPath, out: OutFile = None) -> int:
-    """Write the timeline of a run as a trace.
-
-    Open it in ui.perfetto.dev or chrome://tracing.
-    """
-    from launch.host import private_files
-    from launch.observe.trace import finish
-    from launch.run_folder import open_run
-
-    folder = open_run(run)
-    out = _no_folder(out or folder.root / "trace.json")
-    if not folder.timeline.is_file():
-        return refuse(f"{folder.timeline} is not there: the run is of an older Leeway, or it ended before it began")
-    try:
-        with private_files():
-            num_spans, num_counters = finish(folder.timeline, out)
-    except (OSError, ValueError) as error:
-        return refuse(f"no trace: {error}")
-    print(
-        f"{out} ({out.stat().st_size / 2**20:.1f} MiB): {num_spans} spans, {num_counters} values of counters; "
-        "open it in ui.perfetto.dev"
-    )
-    return ExitStatus.OK
-
-
-def _no_folder(out: Path) -> Path:
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder; give --out the name of a file")
-    return out
 
 
 # --- checks ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report, a script of yours.
 It is one JSON document that only its owner can read, replaced in one go about twice a second. A reader refuses another
-format number and ignores fields that it does not know, so a new field has a default, and removing one takes a new number.
+format number and ignores unknown fields, so a new field has a default, and removing one takes a new number.
 Times are seconds since the Unix epoch, lags are versions, tokens are completion tokens; null means "not known (yet)".
 """
 

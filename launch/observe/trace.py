@@ -8,7 +8,6 @@ epoch. A role is a process of the trace and a kind of span a track. At ROTATE_BY
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import msgspec
 
 from actors.report import ActorReport
-from common.files import private_file
 from common.process import wall_time
 from launch.observe.history import cut_torn_line
 from launch.observe.status import PollResult
@@ -81,24 +79,6 @@ def read(path: Path) -> Iterator[Event]:
                     yield decode(line.rstrip(b",\n"))
                 except msgspec.MsgspecError:
                     continue
-
-
-def finish(source: Path, target: Path) -> tuple[int, int]:
-    """Copy a trace as a closed JSON array that only its owner can read; return the numbers of spans and counters.
-
-    Raises:
-        OSError: one file cannot be read, or the other cannot be written.
-        ValueError: the trace is empty.
-    """
-    kinds: Counter[str] = Counter()
-    with private_file(target) as file:
-        for event in read(source):
-            file.write((b",\n" if kinds else b"[\n") + msgspec.json.encode(event))
-            kinds[event.ph] += 1
-        if not kinds:
-            raise ValueError(f"{source} has no line: the run has not begun, or it ended before it did")
-        file.write(b"\n]\n")
-    return kinds["X"], kinds["C"]
 
 
 class Trace:

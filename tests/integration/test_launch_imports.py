@@ -26,7 +26,7 @@ def imported(code: str) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("verb", ["status", "top", "report", "trace", "scale --count 1", "buffer ls"])
+@pytest.mark.parametrize("verb", ["status", "top", "report", "scale --count 1", "buffer ls"])
 def test_who_looks_at_a_run_or_asks_something_of_it_need_not_wait_for_torch(verb):
     assert imported(f"from launch.cli import main; main({[*verb.split(), 'no-such-run']})") == []
 

@@ -8,10 +8,10 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 180,
-    "lines": 47_106,
-    "lines without planning": 41_673,
+    "lines": 47_049,
+    "lines without planning": 41_616,
     "lines of buffer": 8_370,
-    "lines of launch": 12_318,
+    "lines of launch": 12_261,
     "lines of shell": 910,
     "lines of the report's page": 428,
     "lines of examples": 1_033,

@@ -49,7 +49,7 @@ def test_what_is_nowhere_stays_as_it_was_said(here):
 LONG = "x" * 300
 
 
-@pytest.mark.parametrize("verb", ["status", "top", "report", "trace", "resume", "buffer ls"])
+@pytest.mark.parametrize("verb", ["status", "top", "report", "resume", "buffer ls"])
 def test_what_cannot_be_the_folder_of_a_run_is_one_sentence(here, capsys, verb):
     assert main([*verb.split(), LONG]) == (ExitStatus.FAILED if "buffer" in verb else ExitStatus.WRONG_INPUT)
     (sentence,) = capsys.readouterr().err.splitlines()
