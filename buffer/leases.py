@@ -229,7 +229,6 @@ class Leases:
             return f"{num_alive} groups are in flight or may be used again, which is what buffer.replay_steps allows"
         return self._contract.admit(
             self.outstanding(tx),
-            self._contract.capacity(),
             version=state.version,
             published=state.effective(state.published),
         )

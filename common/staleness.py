@@ -13,7 +13,7 @@ them. For a token sampled at version u and trained at version v its lag is v - u
         may_start       may an actor start a request on the weights it serves?  actors.weights
         check_trained   the last look at what is about to be trained            learner.coordinator
 
-They are made of `capacity`, `steps_before`, `latest_version`, `usable` and `steps_left`. Whoever knows what
+They are made of `capacity`, `latest_version`, `usable` and `steps_left`. Whoever knows what
 is outstanding gives the numbers; no rule about lag is anywhere else. docs/staleness.md has the proof.
 
 This module imports no torch: the buffer service imports it.
@@ -187,7 +187,7 @@ class StalenessContract:
         room = bound - self.actor_lag - (self.config.publish_every - 1) + 1
         return room // self.updates_per_step * self.groups_per_step
 
-    def admit(self, outstanding: int, share: int, *, version: int, published: int) -> str:
+    def admit(self, outstanding: int, *, version: int, published: int) -> str:
         """May another group start? Why not, as a sentence; '' where it may.
 
         Two checks. The room counts on weights that are published when they are due. The other counts how far
@@ -196,21 +196,16 @@ class StalenessContract:
         between a finished step and its publication.
 
         Args:
-            outstanding: groups in flight, waiting, or drawn for an unfinished step, of those who have this share.
-            share: their part of `capacity`, at least 1; of a buffer that is not divided, all of it.
+            outstanding: groups in flight, waiting, or drawn for an unfinished step.
             version: the learner's, as far as its finished steps were heard of.
             published: the newest published version; what it counts with if it was abandoned.
         """
-        if outstanding >= share:
+        if outstanding >= self.capacity():
             return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
-        begins_at = self.latest_version(version, self.steps_before(outstanding, share))
+        begins_at = self.latest_version(version, outstanding // self.groups_per_step)
         if not self.usable(self.min_version(published), begins_at):
             return f"the learner is at version {version}, the newest published is {published}"
         return ""
-
-    def steps_before(self, outstanding: int, share: int) -> int:
-        """How many steps use the outstanding groups of a share before it is the turn of one more."""
-        return outstanding * (self.capacity() // self.groups_per_step) // share
 
     def min_version(self, published: int) -> int:
         """The oldest version that may start a request of a lease granted while `published` is the newest."""

@@ -271,7 +271,7 @@ class Simulation:
         if self._buffer.is_full:
             return True
         contract, outstanding = self._contract, self._buffer.num_outstanding + self._num_pending
-        return bool(contract.admit(outstanding, contract.capacity(), version=self._version, published=self._published))
+        return bool(contract.admit(outstanding, version=self._version, published=self._published))
 
     def _new_group(self, pool: EnginePool) -> SimulatedGroup:
         self._num_groups += 1

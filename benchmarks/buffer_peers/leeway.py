@@ -1,4 +1,4 @@
-"""The buffer of this repository: `python -m buffer` and a BufferClient, at the default durability.
+"""The buffer of this repository: `python -m tests.world.buffer_process` and a BufferClient, at the default durability.
 
 Settings: 32 trajectories per call of `push_many`, groups of 8; messages by the client's own coalescing, of 1 MiB at
 most. A push counts when its future says 'committed', which is after the synced commit. `push_plain_per_s` is one

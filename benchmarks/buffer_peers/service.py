@@ -53,7 +53,7 @@ def config_for(**overrides: object) -> BufferConfig:
 
 
 class Service:
-    """`python -m buffer` on a folder; a context that ends it."""
+    """`python -m tests.world.buffer_process` on a folder; a context that ends it."""
 
     def __init__(self, folder: Path, facts: RunFacts, config: BufferConfig, *, under: Sequence[str] = ()) -> None:
         """Name what to serve; `under` is a command to run the service with, such as a tracer."""
@@ -70,7 +70,7 @@ class Service:
         Raises:
             RuntimeError: it ended, or was silent too long; carries its log.
         """
-        command = [*self._under, sys.executable, "-m", "buffer", "--folder", str(self.folder)]
+        command = [*self._under, sys.executable, "-m", "tests.world.buffer_process", "--folder", str(self.folder)]
         command += ["--facts", self.facts.model_dump_json(), "--config", self.config.model_dump_json()]
         started = time.monotonic()
         self.process = subprocess.Popen(

@@ -101,7 +101,7 @@ def test_a_kill_at_any_system_call_of_a_commit_loses_and_tears_nothing(
 
 @pytest.mark.fault(2, "kill -9 at every system call that makes a new store", tools=("strace",), full=True)
 def test_a_kill_while_the_store_is_made_leaves_nothing_that_stops_the_next_start(start_service, tmp_path, show):
-    command = [sys.executable, "-m", "buffer", "--facts", FACTS.model_dump_json(), "--folder"]
+    command = [sys.executable, "-m", "tests.world.buffer_process", "--facts", FACTS.model_dump_json(), "--folder"]
     killed: Counter[str] = Counter()
     for call in ("openat", *COMMIT_CALLS.split(","), "write", "ftruncate"):
         for number in range(1, 13):

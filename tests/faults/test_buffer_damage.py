@@ -74,7 +74,7 @@ def flip_bits(folder, num_flips: int, *, within=lambda value: (0, len(value))) -
 
 
 def inspect(folder) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "buffer", "--folder", str(folder), "--verify"]
+    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--verify"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -186,7 +186,7 @@ def zero(data: Path, page: int) -> None:
 
 def outcome(folder, facts, acknowledged) -> str:
     """What the service does with this store: 'refused' at open, or serves what is 'whole' or known to be 'damaged'."""
-    command = [sys.executable, "-m", "buffer", "--folder", str(folder), "--facts", facts.model_dump_json()]
+    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--facts", facts.model_dump_json()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline()

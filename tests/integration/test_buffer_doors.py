@@ -33,10 +33,10 @@ with socket.socket(socket.AF_UNIX) as knocking:
 
 
 class Served:
-    """`python -m buffer` on a folder."""
+    """`python -m tests.world.buffer_process` on a folder."""
 
     def __init__(self, folder, **config):
-        self._command = [sys.executable, "-m", "buffer", "--folder", str(folder), "--facts", FACTS.model_dump_json()]
+        self._command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--facts", FACTS.model_dump_json()]
         self._command += ["--config", BufferConfig(**config).model_dump_json()]
         self.start()
 

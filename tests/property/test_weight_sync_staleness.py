@@ -161,7 +161,7 @@ def test_a_group_is_admitted_exactly_where_its_own_step_may_still_use_its_oldest
     contract, num_before, version, debt
 ):
     published = max(0, version - debt)
-    reason = contract.admit(num_before, contract.capacity(), version=version, published=published)
+    reason = contract.admit(num_before, version=version, published=published)
     begins_at = contract.latest_version(version, num_before // contract.groups_per_step)
     fits = contract.usable(contract.min_version(published), begins_at)
     assert (reason == "") == (fits and num_before < contract.capacity())
@@ -171,9 +171,9 @@ def test_a_group_is_admitted_exactly_where_its_own_step_may_still_use_its_oldest
 
 def test_with_max_lag_0_nothing_is_admitted_between_a_step_and_its_publication():
     contract = StalenessContract(StalenessConfig(max_lag=0), 2)
-    assert contract.admit(0, 2, version=1, published=1) == ""
-    assert contract.admit(0, 2, version=1, published=0) == "the learner is at version 1, the newest published is 0"
-    assert "2 groups are outstanding" in contract.admit(2, 2, version=1, published=1)
+    assert contract.admit(0, version=1, published=1) == ""
+    assert contract.admit(0, version=1, published=0) == "the learner is at version 1, the newest published is 0"
+    assert "2 groups are outstanding" in contract.admit(2, version=1, published=1)
 
 
 VERSIONS = st.builds(PolicyVersion, st.integers(0, 2), st.integers(0, 8))

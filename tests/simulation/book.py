@@ -119,8 +119,8 @@ class Book:
                     }
                     return group
                 self._drop(group)
-        share, published = self._contract.capacity(), self._effective(self._published)
-        if self._contract.admit(self._outstanding(), share, version=self._version, published=published):
+        published = self._effective(self._published)
+        if self._contract.admit(self._outstanding(), version=self._version, published=published):
             return None
         group = Group(self._next_group, set(range(self._knobs.group_size)))
         self._next_group += 1

@@ -67,20 +67,22 @@ class Mutation(NamedTuple):
 _admit = StalenessContract.admit
 
 
-def _without_room(self: Any, outstanding: int, share: int, *, version: int, published: int) -> str:
-    if outstanding < share:
-        return _admit(self, outstanding, share, version=version, published=published)
-    begins_at = self.latest_version(version, self.steps_before(outstanding, share))
+def _without_room(self: Any, outstanding: int, *, version: int, published: int) -> str:
+    if outstanding < self.capacity():
+        return _admit(self, outstanding, version=version, published=published)
+    begins_at = self.latest_version(version, outstanding // self.groups_per_step)
     return "" if self.usable(self.min_version(published), begins_at) else "publication is behind"
 
 
-def _without_publication(self: Any, outstanding: int, share: int, *, version: int, published: int) -> str:
-    return "all of the room" if outstanding >= share else ""
+def _without_publication(self: Any, outstanding: int, *, version: int, published: int) -> str:
+    return "all of the room" if outstanding >= self.capacity() else ""
 
 
-def _admit_by_published(self: Any, outstanding: int, share: int, *, version: int, published: int) -> str:
-    begins_at = self.latest_version(version, self.steps_before(outstanding, share))
-    return "" if outstanding < share and self.usable(max(0, published - self.actor_lag), begins_at) else "full"
+def _admit_by_published(self: Any, outstanding: int, *, version: int, published: int) -> str:
+    begins_at = self.latest_version(version, outstanding // self.groups_per_step)
+    return (
+        "" if outstanding < self.capacity() and self.usable(max(0, published - self.actor_lag), begins_at) else "full"
+    )
 
 
 def _behind_without_incarnations(self: Any, served: Any, newest: Any) -> bool:

@@ -66,7 +66,7 @@ def test_a_step_of_more_rows_than_one_push_may_have_is_drawn_and_scored(make, mo
 
 def verified(folder):
     """Exit status, report and errors of a process that checks a store."""
-    command = [sys.executable, "-m", "buffer", "--folder", str(folder), "--verify"]
+    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--verify"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 

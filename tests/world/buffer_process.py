@@ -1,9 +1,9 @@
-"""The buffer as a process.
+"""The buffer service of tests and benchmarks as a process.
 
-`python -m buffer --folder F --facts JSON --config JSON` serves. It prints its address as its only line
+`python -m tests.world.buffer_process --folder F --facts JSON --config JSON` serves. It prints its address as its only line
 of output, and ends on SIGTERM or SIGINT, and with its parent.
 
-`python -m buffer --folder F --verify` opens the store of any run, changes nothing, checks every value,
+`python -m tests.world.buffer_process --folder F --verify` opens the store of any run, changes nothing, checks every value,
 recounts the ledger, and reports as JSON.
 """
 
@@ -31,7 +31,9 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Run the service; 0 where it ended in order, 1 where it could not run, 2 where --verify found a fault."""
-    parser = argparse.ArgumentParser(prog="python -m buffer", description="The durable replay buffer of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.world.buffer_process", description="The durable replay buffer of a run."
+    )
     parser.add_argument("--folder", type=Path, required=True, help="where the store lies")
     parser.add_argument("--facts", help="RunFacts as JSON; needed to serve")
     parser.add_argument("--config", default="{}", help="the [buffer] section as JSON")
