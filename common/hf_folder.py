@@ -125,7 +125,6 @@ def check_model_folder(path: Path) -> ModelFacts:
 
 
 def _eos_token_ids(table: object) -> tuple[int, ...]:
-    """Return the ids that a config file names; empty if it names none, as with null."""
     value = table.get("eos_token_id") if isinstance(table, Mapping) else None
     return tuple(each for each in (value if isinstance(value, list) else [value]) if each is not None)
 
@@ -241,7 +240,6 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def damaged(path: Path, error: Exception) -> ModelFolderError:
-    """What to say of a file of weights that cannot be read."""
     return ModelFolderError(
         f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}. It is cut short, damaged or "
         "only a pointer to it; fetch the file again"
@@ -263,7 +261,6 @@ def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
 
 
 def tensors_in(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder, as `tensors_by_file`."""
     return {name: tensor for tensors in tensors_by_file(folder).values() for name, tensor in tensors.items()}
 
 
@@ -335,7 +332,6 @@ def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str)
 
 
 def write_index(folder: Path, files: Iterable[Path]) -> None:
-    """Write which of these files holds which tensor."""
     weight_map: dict[str, str] = {}
     size_bytes = 0
     for path in files:

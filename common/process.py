@@ -74,7 +74,6 @@ class DaemonThreads:
         return future
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a call in a thread and wait for it; cancelling the wait abandons the call."""
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
     def _run(self, future: Future[R], call: Callable[[], R]) -> None:
@@ -105,7 +104,6 @@ def address_of(host: str, limit_s: float = 10.0) -> str:
 
 
 def threads_of(cpus: float) -> int:
-    """That a process computes with which reserves so many CPUs."""
     return max(1, int(cpus))
 
 

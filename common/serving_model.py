@@ -152,7 +152,6 @@ class _TiedModel:
         return self.config | {"tie_word_embeddings": False, UNTIED_MARK: True}
 
     def is_copied_in(self, copy: Path) -> bool:
-        """Is it there, whole, and with this model's embedding as its head?"""
         try:
             if read_object(copy / CONFIG_NAME) != self._untied:
                 return False

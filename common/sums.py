@@ -22,7 +22,6 @@ class Sums:
         """Sum of what was measured."""
 
     def add(self, terms: Sequence[float], measured: float) -> None:
-        """Add one measurement, and the values of the terms at which it was taken."""
         values = np.asarray(terms, np.float64)
         self._products += np.outer(values, values)
         self._targets += measured * values

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from common.rpc.server import Malformed, Unserved
+from common.rpc.server import Malformed, Request, Unserved
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient, open_sink
 from weight_sync.config import WeightSyncConfig
@@ -27,7 +27,7 @@ from weight_sync.manifest import (
     file_name,
     header_of,
 )
-from weight_sync.protocol import Chunk, ReadRequest
+from weight_sync.protocol import Chunk, ReadRequest, WriteRequest
 from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
 from weight_sync.store import StagedVersion, WeightStore
@@ -134,7 +134,8 @@ class CountingService(WeightService):
         self.sent: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def _take(self, arrival) -> None:
-        if not isinstance(arrival, Unserved):
+        asks_how_far = isinstance(arrival, Request) and type(arrival.message) is WriteRequest and not len(arrival.body)
+        if not isinstance(arrival, Unserved) and not asks_how_far:
             self.requests["Damaged" if isinstance(arrival, Malformed) else type(arrival.message).__name__] += 1
         super()._take(arrival)
 

@@ -4,12 +4,11 @@ config       WeightSyncConfig: every knob
 
 manifest     Manifest: what a published version consists of, with a checksum for every tensor; TensorFile: its files,
              written and read without torch; WeightsError: what can go wrong with it
-tensors      published bytes as torch tensors, and back
+tensors      published bytes as torch tensors, and back; HostCopy: a stage's tensors in host memory
 delta        a tensor as its changes since the parent version
 store        WeightStore: the folder of published versions; a version exists once its manifest does
 
-publisher    Publisher: the learner's side, one per pipeline stage
-parts        HostCopy, PartMaker: a stage's tensors in host memory, and the files made of them
+publisher    Publisher: the learner's side, one per pipeline stage; PartMaker: the files of a stage
 
 service      WeightService: the process that holds the store for those who do not see its folder
 service_store  ServedVersions: what it reads for others just now; UploadReceiver: what it is being sent

@@ -1,8 +1,4 @@
-"""WeightClient: asks the weight service for versions, and hands it parts. Blocks; every wait is bounded.
-
-`sees_folder` says which way weights take between a process and the store: through its folder, or over the network;
-`open_sink` opens that way for a stage.
-"""
+"""WeightClient: asks the weight service for versions, and hands it parts. Blocks; every wait is bounded."""
 
 from __future__ import annotations
 
@@ -24,11 +20,11 @@ from weight_sync.store import Buffers, WeightStore, read_manifest, store_id_of
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
-"""Of a message of weights: it takes milliseconds on a slow network, and to send it again costs as little."""
+"""Of a message of weights: milliseconds on a slow network, and cheap to send again."""
 _TIMEOUT_S = 30.0
-"""Long enough for a silent service to be started again."""
+"""Long enough for a service to be started again."""
 _WINDOW = 4
-"""Chunks on their way at once: enough to hide the way there and back, few enough to lose little."""
+"""Chunks in flight: enough to hide the latency, few enough to lose little."""
 _SILENCE_S = 2.0
 _HEARTBEAT_S = 20.0
 """Of a connection: a heartbeat waits behind chunks."""
@@ -54,9 +50,8 @@ class WeightClient:
     ) -> None:
         """Connect to the service; log and errors say `name`, and `role` says what it may ask.
 
-        Without keys the service takes everybody who reaches its socket.
-        A question that is not answered is asked again after `silence_s`, and fails after `timeout_s`, or 30 s. Of
-        weights `window` chunks of `chunk_bytes` (None: `CHUNK_BYTES`) are on their way at once.
+        A question is asked again after `silence_s`, and fails after `timeout_s`, or 30 s. `window` chunks of
+        `chunk_bytes` (None: `CHUNK_BYTES`) are in flight at once.
         """
         timeout_s = min(timeout_s, _TIMEOUT_S)
         self.address = self.place = address
@@ -74,50 +69,37 @@ class WeightClient:
         )
 
     def store(self) -> p.StoreFacts:
-        """Which store is served there?
-
-        Raises:
-            TransferFailed: nobody answers, or another run's service, or one of another release.
-        """
+        """Return which store is served there; TransferFailed if it does not answer, or is of another run or release."""
         return self._ask(p.StoreRequest(self.name), p.StoreFacts)[0]
 
     def newest(self) -> PolicyVersion | None:
-        """The newest committed version, or None before the first."""
         text = self._ask(p.NewestRequest(), p.Newest)[0].version
         return p.version_of(text) if text else None
 
     def manifest(self, version: PolicyVersion) -> tuple[Manifest, bytes]:
-        """The manifest of a version, checked, and as it was written. The service keeps the version from now on.
+        """Return the manifest of a version, checked, and as it was written. The service keeps the version from now on.
 
         Raises:
             WeightsGone: the version does not exist, or no longer.
-            WeightsCorrupt: what the service gave is another version's, or was changed.
+            WeightsCorrupt: it is another version's, or was changed.
             TransferFailed: the service does not answer.
         """
         document = bytes(self._document(p.ManifestRequest(version.key)))
         return read_manifest(document, version, f"the manifest from {self.address}"), document
 
     def newest_manifest(self) -> Manifest | None:
-        """The manifest of the newest version; None before the first."""
         document = self._document(p.ManifestRequest(""))
         return decode(document, Manifest, f"the newest manifest from {self.address}") if document else None
 
     def read(
         self, version: PolicyVersion, file: str, total_bytes: int, start: int, write: Callable[[memoryview], None]
     ) -> None:
-        """Fetch a file of the manifest from `start` to its end.
-
-        Args:
-            version: which holds it.
-            file: its name.
-            total_bytes: its size, by the manifest.
-            start: how many bytes are there already.
-            write: called with what follows, in order; each piece has passed its checksum.
+        """Fetch a file of `total_bytes` from `start` to its end; `write` is called with each checked piece, in order.
 
         Raises:
             WeightsGone: the version was removed meanwhile.
-            WeightsCorrupt: the service's file is not that of the manifest, or a piece came damaged again and again.
-            TransferFailed: the service fell silent.
+            WeightsCorrupt: the service's file is not that of the manifest, or a piece came damaged repeatedly.
+            TransferFailed: the service does not answer.
         """
         asks = (
             Ask(p.ReadRequest(version.key, file, offset, min(self._chunk_bytes, total_bytes - offset)))
@@ -136,7 +118,7 @@ class WeightClient:
         """Upload a file, from where an earlier upload of it ended; how many bytes were sent. Errors as `write_part`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         total = sum(len(view) for view in views)
-        status = self._ask(p.WriteStatusRequest(version.key, file, total), p.WriteStatus)[0]
+        status = self._ask(p.WriteRequest(version.key, file, 0, total), p.WriteStatus)[0]
         have, num_sent, window = status.num_bytes, 0, self._window
         while have < total:
             began_at = have
@@ -156,16 +138,15 @@ class WeightClient:
         return num_sent
 
     def part_done(self, document: bytes) -> None:
-        """All files of a part are uploaded.
+        """Finish a part whose files are uploaded.
 
         Raises:
             WholeFilesNeeded: the deltas do not serve.
-            WeightsCorrupt: a file did not come as it was sent; it has to be sent again.
+            WeightsCorrupt: a file came damaged and has to be sent again.
         """
         self._ask(p.PartDone(), Done, document)
 
     def part(self, version: PolicyVersion, rank: int) -> Part | None:
-        """What a stage contributed; None until it has."""
         document = self._document(p.PartRequest(version.key, rank))
         return decode(document, Part, f"part {rank} of version {version} from {self.address}") if document else None
 
@@ -174,7 +155,7 @@ class WeightClient:
         return True
 
     def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
-        """Upload the files of a part, then its document. Of a file that has a delta the service makes the whole one.
+        """Upload the files of a part, then its document. The service makes whole files of deltas.
 
         What was uploaded before a failure is not sent again.
 
@@ -207,7 +188,6 @@ class WeightClient:
             raise TransferFailed(f"version {manifest.policy} cannot be committed yet: {error}") from error
 
     def close(self) -> None:
-        """Let go of the connection. May be called twice."""
         self._rpc.close(0.0)
 
     def _ask(self, message: Message, kind: type[Kind], body: bytes = b"") -> tuple[Kind, memoryview]:
@@ -270,12 +250,12 @@ def sees_folder(
     role: Role,
     keys: ClientKeys | None = None,
 ) -> bool:
-    """Does this process take the store's folder, as it is seen from here (True), or the service ("" where none runs)?
+    """Return whether this process takes weights through the store's folder, else through the service.
 
-    `transport` decides; 'auto' takes the folder where it holds the store that the service has.
+    `transport` decides; 'auto' takes the folder if it holds the store that the service has.
 
     Raises:
-        TransferFailed: there is no service to ask; or it does not answer, or is another run's.
+        TransferFailed: there is no service to ask, it does not answer, or it is another run's.
     """
     if config.transport == "network" and not address:
         raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")

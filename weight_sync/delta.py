@@ -5,8 +5,7 @@
     plane      kind, number of places, stored size (9 bytes), then its content: new XOR old
 
 An optimizer step moves most weights by less than a bfloat16 can show, and the rest by its last bits. So most planes
-are zero, and in the others it is cheaper to name the places that changed, by their distances, than to compress the
-zeros between them. Neither torch nor a whole tensor's worth of scratch memory is needed.
+are zero; in the others the places that changed, by their distances, are smaller than compressed zeros.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from common.files import mapped, write_whole
 from weight_sync.manifest import ITEM_BYTES, Encoding, TensorEntry, TensorFile, WeightsCorrupt, checksum_of, header_of
 
 BLOCK_BYTES = 2**20
-"""Of a tensor; small enough to stay in a core's cache. A multiple of the size of every value."""
+"""Of a tensor; fits a core's cache, and is a multiple of the size of every value."""
 _HEADER = struct.Struct("<BII")
 _ZERO, _PACKED, _PLACES = 0, 2, 3
 """A plane: nothing but zeros; compressed; distances of the places that are not zero, then their values."""
 _PLACES_BELOW = 0.25
-"""Share of bytes that are not zero, from which on naming their places costs more than compressing all."""
+"""Share of nonzero bytes from which on places cost more than compression."""
 _FAR = 255
-"""Longest distance of a byte. What is farther goes through places in between whose value is zero."""
+"""Longest distance of a byte; longer ones have places of value zero in between."""
 _ZSTD_LEVEL = 1
 """Higher ones are slower and save less than 1 %."""
 
@@ -39,10 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def encode_delta(new: memoryview, old: memoryview, item_bytes: int) -> tuple[Encoding, bytes | memoryview]:
-    """Say how the bytes of a tensor follow from those of its parent.
-
-    'same' and nothing; 'xor' and a blob for `decode_delta`; or 'raw' and `new`, where xor would not be smaller.
-    """
+    """Return 'same' and nothing; 'xor' and a blob for `decode_delta`; or 'raw' and `new`, if xor is not smaller."""
     if len(new) != len(old) or len(new) % item_bytes:
         return "raw", new
     blob = bytearray()
@@ -60,10 +56,10 @@ def encode_delta(new: memoryview, old: memoryview, item_bytes: int) -> tuple[Enc
 
 
 def decode_delta(encoding: Encoding, blob: memoryview, old: memoryview, item_bytes: int) -> bytes | memoryview:
-    """The bytes of a tensor, from those of its parent and what `encode_delta` gave.
+    """Return the bytes of a tensor, from those of its parent and what `encode_delta` gave.
 
-    Takes no more memory than the parent and one block, whatever the blob claims. What it returns has to be checked
-    against the tensor's checksum: a wrong parent is not noticed here.
+    Takes no more memory than the parent and one block, whatever the blob claims. The caller compares the tensor's
+    checksum: a wrong parent is not noticed here.
 
     Raises:
         WeightsCorrupt: the blob does not fit the tensor.
@@ -93,10 +89,9 @@ def rebuild_file(
     out: Path,
     next_tensor: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a whole safetensors file, with these tensors, from that of the parent version and a delta file.
+    """Make a whole safetensors file, byte for byte as published, from that of the parent version and a delta file.
 
-    Every tensor is checked before `out` appears; it is byte for byte the file that was published. `next_tensor` is
-    called before each of them, and what it raises is passed on.
+    Every tensor is checked before `out` appears. `next_tensor` is called before each of them.
 
     Raises:
         WeightsCorrupt: names the tensor and the delta file: it was cut or changed, or the parent is another one.
@@ -120,7 +115,6 @@ def rebuild_file(
 
 
 def _rebuilt(entry: TensorEntry, blobs: memoryview, parent: TensorFile, delta: Path) -> bytes | memoryview:
-    """The bytes of one tensor, as published."""
     place = entry.delta
     try:
         _must(place is not None, "the manifest gives it no delta")
@@ -191,7 +185,6 @@ def _decode_plane(blob: memoryview, offset: int, out: Bytes) -> int:
 
 
 def _unpacked(content: memoryview, size: int) -> Bytes:
-    """Decompress a content, which holds exactly `size` bytes."""
     try:
         return np.frombuffer(_codec().decompress(content, decompressed_size=size), np.uint8)
     except OSError as error:

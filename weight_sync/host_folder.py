@@ -1,8 +1,7 @@
 """What processes of one machine share: a folder that goes with the last of its users, and locks.
 
-Every process that uses a HostFolder holds a lock in it, shared. The last to close removes it;
-what killed processes left behind has no holder, and the next one to start removes it. The system unlocks what a dead
-process held.
+Every user of a HostFolder holds a shared lock in it. The last to close removes it; what killed processes left behind
+has no holder, and the next one to start removes it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _DEAD = ".dead"
 
 
 class HostFolder:
-    """A folder that exists while somebody uses it."""
+    """A folder that exists while it is used."""
 
     def __init__(self, path: Path, *, kin: str = "leeway-{user}-.*") -> None:
         """Make it, or join its users; remove the folders of its kind, beside it, that nobody uses.
@@ -60,14 +59,11 @@ class HostFolder:
         self._users: BinaryIO = users
 
     def is_there(self) -> bool:
-        """Is it still the folder that was joined? Others remove such folders: tmpfiles, or systemd's RemoveIPC.
-
-        Where it is not, close this, and make another.
-        """
+        """Return whether it is still the folder that was joined: tmpfiles or systemd's RemoveIPC may remove it."""
         return is_at(self._users, self.path / _USERS_NAME)
 
     def close(self) -> None:
-        """Leave; the last one removes the folder. May be called twice."""
+        """Leave; the last user removes the folder. Idempotent."""
         if self._users.closed:
             return
         with self._users:
@@ -78,10 +74,9 @@ class HostFolder:
 
 
 def folder_for(run_id: str, store_id: str, staging_dir: str | None, needed_bytes: int) -> Path:
-    """Where this machine keeps the versions of a store, at most so many bytes of them at a time.
+    """Return where this machine keeps versions of a store, at most so many bytes at a time.
 
-    A run that was begun anew under its old name has another store. Without a `staging_dir` they lie in memory, or in
-    the temporary folder where that is too small.
+    Without a `staging_dir` that is /dev/shm, or the temporary folder if that is too small.
     """
     name = f"leeway-{os.geteuid()}-{re.sub('[^A-Za-z0-9.-]', '_', run_id)[:80]}-{store_id[:12]}"
     if staging_dir is not None:
@@ -93,7 +88,7 @@ def folder_for(run_id: str, store_id: str, staging_dir: str | None, needed_bytes
 
 
 def _join(path: Path) -> BinaryIO | None:
-    """Hold the users' lock; None where the folder is just being removed."""
+    """Hold the users' lock; None: the folder is being removed."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -114,14 +109,14 @@ def _join(path: Path) -> BinaryIO | None:
 def _remove_if_alone(path: Path, users: BinaryIO) -> None:
     if not try_lock(users) or not is_at(users, path / _USERS_NAME):
         return
-    # first the name: who joins from here on makes a folder of its own, of which nothing is removed
+    # the name first: a process that joins from here on makes a folder of its own
     dead = path.with_name(f".{path.name}.{os.getpid()}{_DEAD}")
     path.rename(dead)
     discard(dead)
 
 
 def _sweep(mine: Path, kin: re.Pattern[str]) -> None:
-    """Remove the folders of killed processes; not this one, where the next process goes on."""
+    """Remove the folders of killed processes; not this one, which is to be used."""
     for path in mine.parent.glob(f"leeway-{os.geteuid()}-*"):
         if path == mine or kin.fullmatch(path.name) is None:
             continue
@@ -151,13 +146,13 @@ def lock_within(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> BinaryIO:
-    """Wait for a lock that one process holds at a time; closing the file, or the end of the process, gives it back.
+    """Wait for an exclusive lock, which lasts until the file is closed or the process ends.
 
-    The file, which is made if missing, and which its holder may remove, says `who` holds it. It is given up on when
-    `progress`, a number that changes while the holder gets on, stays the same for `patience_s`.
+    The file, made if missing, names `who` holds it. A timeout is that `progress`, a number that changes while the
+    holder proceeds, stays the same for `patience_s`.
 
     Raises:
-        TransferFailed: names the holder, and `what` the lock is for.
+        TransferFailed: timeout; names the holder, and `what` the lock is for.
     """
     seen, moved_at = progress(), clock()
     while True:
@@ -178,7 +173,7 @@ def lock_within(
 
 
 def is_at(file: BinaryIO, path: Path) -> bool:
-    """Is the open file still the one of that name?"""
+    """Return whether the open file is still the one of that name."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -188,10 +183,9 @@ def is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def locked(path: Path, *, shared: bool = False) -> BinaryIO | None:
-    """The file, made if missing, under a lock until it is closed; None where somebody else holds it."""
-    # closed by the caller: the lock lives as long as the file is open
+    """Return the file, made if missing, locked until it is closed; None: another process holds the lock."""
     file = path.open("ab", buffering=0)
-    # or else its last holder has removed it between open and lock
+    # else its last holder has removed it between open and lock
     if try_lock(file, shared=shared) and is_at(file, path):
         return file
     file.close()

@@ -1,13 +1,10 @@
-"""What a published version consists of: files of tensors, every tensor by name and dtype, and a checksum for each; and
-what can go wrong with it.
+"""What a published version consists of: its tensors by name and dtype, their files and checksums.
 
-A manifest is JSON that a person can read. It is sealed: it carries the checksum of itself, so a
-half-written or edited one is refused. Two further hashes tie versions together: the architecture
-(names, dtypes, shapes) and the chain (this version's content on top of its parent's).
+A manifest is JSON, and sealed with the checksum of itself. Two further hashes tie versions together: the fingerprint of
+the architecture (names, dtypes, shapes) and the chain (this version's content on top of its parent's).
 
-A version holds the same tensors in every dtype that an engine asks for: its variants. Its files are in the safetensors
-format: they are written from the buffers that hold the tensors, back to back, and read as views of a memory map, with
-no copy. This module needs no torch: the weight service uses it.
+A version holds the same tensors in every dtype that an engine asks for: its variants. Its files are safetensors,
+written from the buffers that hold the tensors and read as views of a memory map. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -29,14 +26,14 @@ from common.staleness import PolicyVersion
 
 FORMAT_VERSION = 2
 _PIECE_BYTES = 2**20
-"""Of a copy: it is still in the processor's cache when its checksum is taken."""
+"""Of a copy: still in the processor's cache when its checksum is taken."""
 MANIFEST_NAME = "manifest.json"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4}
-"""Bytes of one value, for every dtype that weights may have."""
+"""Bytes of one value, for every dtype of weights."""
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32"}
 
 Encoding = Literal["same", "xor", "raw"]
-"""How a delta gives a tensor: it is the parent's; as a compressed XOR with the parent's bytes; or whole."""
+"""How a delta gives a tensor: as the parent's; as a compressed XOR with it; or whole."""
 
 
 class WeightsError(Exception):
@@ -76,11 +73,11 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As torch prints it, without the prefix: 'float32', 'bfloat16'."""
     shape: tuple[int, ...]
     file: str
-    """The safetensors file, beside the manifest, that holds it under `name`."""
+    """The safetensors file that holds it under `name`."""
     checksum: str
     """xxh3-64 of its bytes (C order, little endian), as hex."""
     delta: DeltaEntry | None = None
-    """Where it lies in `delta_name(file)`. All tensors of a file have one, or none has."""
+    """Its place in `delta_name(file)`. All tensors of a file have one, or none has."""
 
     @property
     def size_bytes(self) -> int:
@@ -109,7 +106,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     version: str
     parent: str | None
-    """The version that its deltas are against; None where it has none."""
+    """The version that its deltas are against."""
     tensors: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
     format_version: int = FORMAT_VERSION
@@ -123,11 +120,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int
     version: int
     parent: str | None
-    """The version that was the newest before this one, as 'INCARNATION.VERSION'; deltas are against it."""
+    """The newest version before this one, as 'INCARNATION.VERSION'; deltas are against it."""
     parent_chain: str
-    """Its chain; empty where there is none."""
+    """The parent's chain; empty without a parent."""
     fingerprint: str
-    """Hash over the names, dtypes and shapes: equal for every version of one architecture."""
+    """Hash over the names, dtypes and shapes: equal for all versions of one architecture."""
     chain: str
     """Hash over the parent's chain and this version's content."""
     created_s: float
@@ -144,7 +141,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """In which dtypes the version was published."""
         return tuple(dict.fromkeys(entry.dtype for entry in self.tensors))
 
     def variant(self, dtype: str) -> tuple[TensorEntry, ...]:
@@ -169,7 +165,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return by_file(self.variant(dtype))
 
     def whole_bytes(self, dtype: str) -> int:
-        """Size of the whole files of a variant."""
         return sum(self.size_of(name) for name in self.files_of(dtype))
 
     def change_bytes(self, dtype: str) -> int | None:
@@ -184,19 +179,17 @@ Sealed = TypeVar("Sealed", Part, Manifest)
 
 # made here, for msgspec is not safe against threads that each use a type for the first time
 FILE_NAME = re.compile(r"part-[0-9]{1,6}\.[a-z0-9]{1,16}\.(safetensors|delta)")
-"""What a file of a version may be called: never with a folder in it, nor as a document."""
+"""Names of the files of a version: no folder, no document."""
 
 _ANY_FORMAT = msgspec.json.Decoder(_AnyFormat)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in (Part, Manifest)}
 
 
 def file_name(rank: int, dtype: str) -> str:
-    """Of the safetensors file of one stage in one dtype."""
     return f"part-{rank}.{dtype}.safetensors"
 
 
 def by_file(tensors: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
-    """The names of files, and the tensors in each."""
     files: dict[str, list[TensorEntry]] = {}
     for entry in tensors:
         files.setdefault(entry.file, []).append(entry)
@@ -204,7 +197,6 @@ def by_file(tensors: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
 
 
 def delta_name(file: str) -> str:
-    """Of the delta that goes with a safetensors file."""
     return f"{file.removesuffix('.safetensors')}.delta"
 
 
@@ -213,7 +205,6 @@ def part_name(rank: int) -> str:
 
 
 def checksum_of(data: bytes | memoryview) -> str:
-    """xxh3-64 of a tensor's bytes, as hex."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -232,7 +223,7 @@ def build_manifest(
 ) -> Manifest:
     """Assemble the manifest of a version from all its parts; PublishFailed if two hold a tensor of the same name.
 
-    A part whose deltas are against another version than the parent is taken without them.
+    Deltas against another version than the parent are left out.
     """
     parts = [_without_foreign_delta(part, parent) for part in parts]
     ordered = tuple(sorted((e for part in parts for e in part.tensors), key=lambda e: (e.dtype, e.name)))
@@ -274,11 +265,7 @@ def encode(document: Part | Manifest) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[Sealed], source: Path | str) -> Sealed:
-    """Read what `encode` wrote; `source` says where it came from, for the error.
-
-    Raises:
-        WeightsCorrupt: it is not such a document, its format is another, or it was changed.
-    """
+    """Read what `encode` wrote; WeightsCorrupt, with its `source`, if it has another format, or was changed."""
     try:
         # first of all, so that another format is not taken for damage
         found = _ANY_FORMAT.decode(data).format_version
@@ -331,7 +318,6 @@ class TensorFile:
         return self._data[self._start + facts.start : self._start + facts.end]
 
     def close(self) -> None:
-        """Let go of the file; the map ends with the last view of it."""
         self._data.release()
 
     def __enter__(self) -> TensorFile:

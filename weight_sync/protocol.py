@@ -1,8 +1,7 @@
 """Messages between `WeightClient` and `WeightService`; the body is bytes of a file or a document.
 
-No request changes what it has changed before, and the service keeps nothing about a client, so that it may be killed
-and restarted between any two messages. So nobody is greeted here: who may ask what goes by the role alone, and by what
-a request asks, for it names the version, and a version that is complete never changes.
+Requests are idempotent, and the service keeps nothing about a client, so it may be killed and restarted between any
+two messages. What a client may ask depends on its role alone.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from common.staleness import PolicyVersion
 from weight_sync.manifest import FILE_NAME, PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
 
 MAX_CHUNK_BYTES = 64 * 2**20
-MAX_DOCUMENT_BYTES = 256 * 2**20
-"""Of a manifest: that of a million tensors fits."""
+MAX_DOCUMENT_BYTES = 256 * 2**20  # the manifest of a million tensors fits
 MAX_REASON = 4000
 
 ChunkBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
@@ -34,14 +32,14 @@ class WholeFilesNeeded(WeightsError):
 
 
 class StoreRequest(Message, frozen=True):
-    """Which store is it?"""
+    """Ask which store it is."""
 
     name: str
-    """Of the one who asks, for the log."""
+    """Of the client, for the log."""
 
 
 class NewestRequest(Message, frozen=True):
-    """Which version is the newest? Asked by those that will fetch it."""
+    """Ask which version is the newest, to fetch it."""
 
 
 class ManifestRequest(Message, frozen=True):
@@ -60,16 +58,8 @@ class ReadRequest(Message, frozen=True):
     size: ChunkBytes
 
 
-class WriteStatusRequest(Message, frozen=True):
-    """How far has a file been uploaded?"""
-
-    version: VersionText
-    file: FileName
-    total_bytes: Count
-
-
 class WriteRequest(Message, frozen=True):
-    """The next bytes of a file; the body holds them."""
+    """The next bytes of a file; the body holds them. An empty one asks how many are there."""
 
     version: VersionText
     file: FileName
@@ -82,7 +72,7 @@ class PartDone(Message, frozen=True):
 
 
 class PartRequest(Message, frozen=True):
-    """What did this stage contribute?"""
+    """Ask for the part of a stage."""
 
     version: VersionText
     rank: Count
@@ -101,9 +91,8 @@ class StoreFacts(Message, frozen=True):
     """Answer to StoreRequest."""
 
     store_id: str
-    """By which a client sees that it has the same folder before it."""
     folder: str
-    """For people: where the versions lie on the service's machine."""
+    """Where the versions lie on the service's machine, for people."""
 
 
 class Newest(Message, frozen=True):
@@ -123,15 +112,13 @@ class Chunk(Message, frozen=True):
 
 
 class WriteStatus(Message, frozen=True):
-    """Answer to WriteRequest and WriteStatusRequest."""
+    """Answer to WriteRequest."""
 
     num_bytes: Count
-    """So many are there, from the start: go on behind them."""
+    """How many are there, from the start."""
 
 
-Question = (
-    StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartRequest
-)
+Question = StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteRequest | PartRequest
 Request = Question | PartDone | CommitRequest
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 
@@ -140,15 +127,13 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     NewestRequest: ROLES,
     ManifestRequest: ROLES,
     ReadRequest: ROLES,
-    WriteStatusRequest: frozenset({"learner"}),
     WriteRequest: frozenset({"learner"}),
     PartDone: frozenset({"learner"}),
     PartRequest: frozenset({"learner"}),
     CommitRequest: frozenset({"learner"}),
 }
-"""Everybody may read; only the learner's stages write."""
 
-PROTOCOL = Protocol("weight service", 3, Request, Reply, asked_by=ASKED_BY, max_header_bytes=64 * 2**10)
+PROTOCOL = Protocol("weight service", 4, Request, Reply, asked_by=ASKED_BY, max_header_bytes=64 * 2**10)
 
 _ERRORS: dict[str, type[WeightsError]] = {
     "gone": WeightsGone,
@@ -162,7 +147,7 @@ _DISK = "disk"
 
 
 def refusal_of(error: Exception) -> Refused:
-    """What a service says of an error."""
+    """Return what a service answers if it meets an error."""
     if isinstance(error, OSError):
         return Refused(str(error)[:MAX_REASON], _DISK, error.errno or EIO)
     kind = next((kind for kind, raised in _ERRORS.items() if isinstance(error, raised)), "")
@@ -170,18 +155,14 @@ def refusal_of(error: Exception) -> Refused:
 
 
 def error_of(refused: Refused, text: str) -> Exception:
-    """What a client raises of it, with this sentence."""
+    """Return what a client raises, with this sentence."""
     if refused.kind == _DISK:
         return OSError(refused.errno or EIO, text)
     return _ERRORS.get(refused.kind, TransferFailed)(text)
 
 
 def version_of(text: str) -> PolicyVersion:
-    """The version that a message names.
-
-    Raises:
-        ValueError: it names none, or not as this program writes it: two spellings would be two folders.
-    """
+    """Return the version that a message names; ValueError if it is not spelt as `key`: each spelling is a folder."""
     version = PolicyVersion.parse(text)
     if version.key != text:
         raise ValueError(f"'{text}' is not a policy version: {version.key} is spelt without leading zeros")
@@ -189,7 +170,7 @@ def version_of(text: str) -> PolicyVersion:
 
 
 def upload_name(file: str) -> str:
-    """A name under which a stage may upload, or ValueError: never with a folder in it, nor that of a document."""
+    """Return the name if a stage may upload under it, else ValueError: no folder, and no document."""
     if FILE_NAME.fullmatch(file) is None:
         raise ValueError(f"'{file}' is no name of a part's file, as part-0.bfloat16.safetensors is")
     return file

@@ -4,9 +4,9 @@
     stage 1      part-1.DTYPE.safetensors, part-1.json
     last stage   its own part, then waits for all part-*.json, then commits
 
-Publishing waits for the copy to host memory alone: a thread of each stage does the rest. One version is written
-while the next is copied; beyond that `publish` waits for the disk. A disk that is full, or a weight service that is
-away, is tried again with the same version until `timeout_s` has passed.
+`publish` waits for the copy to host memory alone; a thread does the rest. One version is written while the next is
+copied; beyond that `publish` waits for the disk. A full disk, or an unavailable weight service, is tried again until
+`timeout_s` has passed.
 """
 
 from __future__ import annotations
@@ -23,42 +23,55 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from common.files import FULL
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
+from weight_sync.delta import encode_delta
 from weight_sync.manifest import (
+    ITEM_BYTES,
+    DeltaEntry,
+    Encoding,
+    FileEntry,
     Manifest,
     Part,
     PublishFailed,
+    TensorEntry,
     TransferFailed,
     WeightsCorrupt,
     WeightsGone,
     build_manifest,
+    checksum_of,
+    delta_name,
+    file_name,
 )
-from weight_sync.parts import HostCopy, PartMaker
-from weight_sync.store import WeightStore
-from weight_sync.tensors import DTYPES
+from weight_sync.store import Buffers, WeightStore
+from weight_sync.tensors import DTYPES, HostCopy, TensorSlot
 
+DELTA_BELOW = 0.8
+"""A larger delta, as a share of the tensors, is not kept."""
+_TRY_AGAIN_EVERY = 10
+"""Versions after which a delta that was not smaller is tried again: updates may become small."""
 NUM_COPIES = 2
-"""Host copies of a stage's weights: one is written while the other is filled. A parent of deltas is one more."""
+"""Host copies of a stage's weights: one is written while the other is filled. A parent of deltas is a third."""
 _MAY_PASS = FULL | {errno.EIO, errno.EROFS, errno.EACCES}
 FULL_EVERY = 50
-"""Versions from one without a delta to the next: an error that no checksum saw lives no longer. It takes about as many
-bytes as fifty deltas, so as much crosses a network for it as for all that come in between."""
+"""Versions from one without deltas to the next: an error that no checksum saw lives no longer. It costs as many bytes
+as about fifty deltas."""
 _POLL_S = 0.005
 _LONGEST_POLL_S = 0.05
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _SILENT_S = 1.0
-"""The last stage waits so long for the others before it says so."""
+"""Seconds for which the last stage waits for the others before it reports it."""
 _WARN_EVERY_S = 60.0
 
 _log = logging.getLogger(__name__)
 
 Sink = WeightStore | WeightClient
-"""Where parts go: the store's folder, or the service of one that is not seen. Every call is bounded."""
+"""Where parts go: the store's folder, or the service. Every call is bounded."""
 OnCommitted = Callable[[PolicyVersion], None]
 Result = TypeVar("Result")
 
@@ -91,10 +104,10 @@ class Publisher:
         parts_timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread that writes for one of the stages; the last one commits. The sink is closed here.
+        """Start the thread that writes, for the stage `rank`; the last one commits. The sink is closed here.
 
-        Every `full_every`-th version has no delta; with 1 none has. A version that cannot be written is tried again,
-        and `publish` waits for it, for `timeout_s`; the last stage waits `parts_timeout_s` for another's part.
+        Every `full_every`-th version has no delta; with 1 none has. Timeouts are `timeout_s` for writing a version, and
+        `parts_timeout_s` for the part of another stage.
 
         Raises:
             ValueError: no such stage, or weights cannot be published in such a dtype.
@@ -148,13 +161,12 @@ class Publisher:
     def publish(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor], on_committed: OnCommitted | None = None
     ) -> None:
-        """Copy the tensors to host memory and publish them in the background.
+        """Copy the tensors, which may change once this returns, to host memory and publish them in the background.
 
         Args:
             version: newer than any published before.
-            tensors: this stage's share, by the names of a Hugging Face checkpoint; always the same names and shapes.
-                They may be changed once this returns.
-            on_committed: called with the version, in the publisher's thread, once it is the newest. Last stage only.
+            tensors: this stage's, by the names of a Hugging Face checkpoint; always the same names and shapes.
+            on_committed: called in the publisher's thread once the version is the newest. Last stage only.
 
         Raises:
             PublishFailed: an earlier version failed, or takes longer than `timeout_s`.
@@ -186,11 +198,7 @@ class Publisher:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until every published version is on disk (on the last stage: committed).
-
-        Raises:
-            PublishFailed: one of them failed, or it took longer than `timeout_s`.
-        """
+        """Wait until all versions are on disk (last stage: committed); PublishFailed on failure or timeout."""
         with self._changed:
             self._wait(lambda: self._unfinished == 0, timeout_s, f"for stage {self._rank} to finish publishing")
 
@@ -277,7 +285,6 @@ class Publisher:
             return None
 
     def _parts_of_others(self, version: PolicyVersion) -> list[Part]:
-        """The parts of all other stages, in order of their ranks."""
         parts: list[Part] = []
         since_s, poll_s = self._clock(), _POLL_S
         while len(parts) < self._num_stages - 1:
@@ -343,8 +350,97 @@ class Publisher:
                 )
 
 
+@dataclass(frozen=True)
+class _Parent:
+    version: PolicyVersion
+    copy: HostCopy
+    checksums: dict[tuple[str, str], str]
+
+
+class PartMaker:
+    """Makes the files of one stage: whole ones, and deltas against the version that it made before."""
+
+    def __init__(self, rank: int, full_every: int) -> None:
+        self._rank = rank
+        self._full_every = full_every
+        self._num_made = 0
+        self._parent: _Parent | None = None
+        self._not_smaller: set[tuple[str, str]] = set()
+        """(dtype, name) of tensors whose delta was not smaller."""
+
+    def make(self, version: PolicyVersion, copy: HostCopy) -> tuple[Part, dict[str, Buffers]]:
+        """The document of a part and its files, name -> content. The content is that of `copy`, which must stay."""
+        parent = self._parent
+        if parent is None or self._num_made % _TRY_AGAIN_EVERY == 0:
+            self._not_smaller.clear()
+        self._num_made += 1
+        entries: list[TensorEntry] = []
+        files: dict[str, Buffers] = {}
+        for dtype in copy.dtypes:
+            name = file_name(self._rank, dtype)
+            of_file = [
+                TensorEntry(place.name, dtype, place.shape, name, checksum_of(copy.tensor_bytes(place, dtype)))
+                for place in copy.places
+            ]
+            files[name] = [copy.header(dtype), copy.bytes_of(dtype)]
+            deltas = self._deltas(copy, parent, of_file) if parent is not None else None
+            if deltas is not None:
+                of_file, files[delta_name(name)] = deltas
+            entries += of_file
+        part = Part(
+            rank=self._rank,
+            version=version.key,
+            parent=parent.version.key if parent is not None and any(entry.delta for entry in entries) else None,
+            tensors=tuple(entries),
+            files=tuple(FileEntry(name, sum(map(len, content))) for name, content in files.items()),
+        )
+        return part, files
+
+    def keep(self, version: PolicyVersion, copy: HostCopy, part: Part, *, as_parent: bool) -> list[HostCopy]:
+        """Return which copies are free once a version is written; `as_parent`: the next may be given as its changes."""
+        free = [] if self._parent is None else [self._parent.copy]
+        self._parent = None
+        if as_parent and self._num_made % self._full_every:
+            self._parent = _Parent(version, copy, {(e.dtype, e.name): e.checksum for e in part.tensors})
+        else:
+            free.append(copy)
+        return free
+
+    def _deltas(
+        self, copy: HostCopy, parent: _Parent, entries: Sequence[TensorEntry]
+    ) -> tuple[list[TensorEntry], list[bytes | memoryview]] | None:
+        """The entries of a file with their deltas, and the delta file; None where it is not smaller."""
+        limit = DELTA_BELOW * sum(entry.size_bytes for entry in entries)
+        found: list[TensorEntry] = []
+        blobs: list[bytes | memoryview] = []
+        offset = 0
+        for place, entry in zip(copy.places, entries, strict=True):
+            encoding, blob = self._delta(copy, parent, place, entry)
+            delta = DeltaEntry(encoding, offset, len(blob))
+            found.append(msgspec.structs.replace(entry, delta=delta))
+            blobs.append(blob)
+            offset += len(blob)
+            if offset >= limit:
+                self._not_smaller |= {(entry.dtype, entry.name) for entry in entries}
+                return None
+        return found, blobs
+
+    def _delta(
+        self, copy: HostCopy, parent: _Parent, place: TensorSlot, entry: TensorEntry
+    ) -> tuple[Encoding, bytes | memoryview]:
+        key = (entry.dtype, entry.name)
+        if entry.checksum == parent.checksums[key]:
+            return "same", b""
+        new = copy.tensor_bytes(place, entry.dtype)
+        if key in self._not_smaller:
+            return "raw", new
+        encoding, blob = encode_delta(new, parent.copy.tensor_bytes(place, entry.dtype), ITEM_BYTES[entry.dtype])
+        if encoding == "raw":
+            self._not_smaller.add(key)
+        return encoding, blob
+
+
 def _what_is_missing(error: OSError | TransferFailed, place: str) -> tuple[str, str]:
-    """(what a version waits for, what to try)."""
     if isinstance(error, TransferFailed):
         return f"the weight service at {place} ({error})", "look at its log, and at the network between here and there"
     if error.errno in FULL:

@@ -1,7 +1,7 @@
 """The actor's side: take a version from the store and keep it from removal.
 
-Where the store's folder is seen, its files are mapped in place, and the engine reads them against their checksums
-before it pauses. Else they are fetched from the weight service, checked as they come, once for all actors of a machine.
+Files of a folder are mapped in place, and the engine reads them against their checksums before it pauses. Versions from
+the weight service are checked as they come, once for all actors of a machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from weight_sync.store import StagedVersion, WeightStore
 log = logging.getLogger(__name__)
 
 _STAGED_AT_ONCE = 4
-"""Versions of which a machine may hold the files at one time: two, one being read and one being fetched."""
+"""Versions of which a machine may hold the files at one time: two kept, one being read and one being fetched."""
 
 _PATIENCE = 0.25
-"""Part of the time for an update, after which an actor that fetches for its machine, but is stopped, is
-not waited for any longer."""
+"""Share of the update timeout after which an actor that fetches for its machine, but is stopped, is replaced."""
 
 
 class Puller:
@@ -40,11 +39,7 @@ class Puller:
 
     @classmethod
     def of_folder(cls, folder: Path, dtype: str, *, who: str = "") -> Puller:
-        """Read a store whose folder, which may be empty still, is seen.
-
-        Raises:
-            TransferFailed: the folder cannot be read; names `who`.
-        """
+        """Read a store whose folder, which may be empty, is seen; TransferFailed names `who` cannot read it."""
         try:
             store = WeightStore(folder)
             list(folder.iterdir())
@@ -56,10 +51,10 @@ class Puller:
         return cls(store, dtype)
 
     def newest(self) -> PolicyVersion | None:
-        """The newest committed version, or None before the first. Cheap enough to poll.
+        """Return the newest committed version, or None before the first. Cheap enough to poll.
 
         Raises:
-            WeightsCorrupt: a version is given out as the newest that is older than the newest before it.
+            WeightsCorrupt: it is older than the newest before it.
             TransferFailed: the store cannot be reached.
         """
         newest = self._source.newest()
@@ -72,13 +67,13 @@ class Puller:
         return newest
 
     def fetch(self, version: PolicyVersion) -> StagedVersion:
-        """Have a version on this machine and keep it from removal. Blocks for the time that it takes.
+        """Have a version on this machine and keep it from removal; blocks.
 
         Raises:
             WeightsGone: the version does not exist, or no longer: ask for `newest` again.
-            WeightsCorrupt: says what is not as published, or that the version is older than the last that was
-                fetched, or of another architecture; keep serving the version you have.
-            TransferFailed: it could not be had in time; try again, what came is not lost.
+            WeightsCorrupt: it is not as published, older than the last one, or of another architecture; keep serving
+                the version you have.
+            TransferFailed: timeout; try again, what came is not lost.
         """
         last = self._fetched
         if last is not None and version < last.policy:
@@ -97,14 +92,10 @@ class Puller:
         return staged
 
     def distrust(self, staged: StagedVersion) -> None:
-        """An engine has read a version against its checksums and refused it: the next `fetch` of it reads all anew.
-
-        What this machine fetched and no longer is as published is then fetched once more.
-        """
+        """Have the next `fetch` read a version, which an engine refused by its checksums, anew."""
         self._source.distrust(staged.version, staged.dtype)
 
     def close(self) -> None:
-        """Let go of the store; close what is staged before. May be called twice."""
         self._source.close()
 
 

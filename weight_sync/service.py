@@ -1,10 +1,9 @@
 """WeightService: the one process that hands published weights out, and takes them in, over ZeroMQ.
 
-One thread, one loop, one message a turn: the socket takes them from all clients in turn, and a request is bounded, so
-no client waits for another's whole version. Files are sent from a memory map. The pieces of an upload are written to
-disk on this one thread too, so a slow disk delays readers while somebody uploads. What takes long, checking an upload
-or making it whole, is done by a worker thread. All that the service knows lies in the folder: it may be killed at any
-moment and started again, on the same port.
+One thread answers one message a turn, from all clients in turn, and requests are bounded, so no client waits for
+another's whole version. It also writes the pieces of uploads, so a slow disk delays readers meanwhile; a worker thread
+checks uploads and makes them whole. All state lies in the folder: the service may be killed at any time, and starts
+again on the same port.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Answer = tuple[Message, bytes | memoryview]
 
 @dataclass
 class _Job:
-    """Work whose answer is still to come, and who asked for it last."""
+    """Work whose answer is still to come, and which client asked for it last."""
 
     identity: bytes
     request_id: int
@@ -59,10 +58,10 @@ class WeightService:
         read_expires_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the store in a folder, which is created if missing. Clients of another run are refused.
+        """Open the store in a folder, which is created if missing.
 
-        With keys, only the holders of the run's client key are let in. Retention gets a version `read_expires_s` after
-        its last request.
+        With keys, only holders of the run's client key connect. Retention gets a version `read_expires_s` after its
+        last request.
         """
         self._config = config
         self._clock = clock
@@ -110,7 +109,6 @@ class WeightService:
         self._served.expire()
 
     def close(self) -> None:
-        """Give the address and the folder back. May be called twice."""
         if not self._rpc.is_closed:
             self._worker.shutdown(wait=True, cancel_futures=True)
             self._served.close()
@@ -137,7 +135,7 @@ class WeightService:
             log.warning("%s, from %s", what, peer)
 
     def _answer(self, request: Request) -> Answer | None:
-        """The answer, or None where the worker will give it."""
+        """Return the answer; None: the worker will give it."""
         try:
             match request.message:
                 case p.PartDone():
@@ -167,15 +165,13 @@ class WeightService:
                 data, total = self._served.read(p.version_of(version), file, offset, size)
                 self._served.note_reader()
                 return p.Chunk(total), data
-            case p.WriteStatusRequest(version, file, total):
-                return p.WriteStatus(self._uploads.status(p.version_of(version), file, total)), b""
             case p.WriteRequest(version, file, offset, total):
                 return p.WriteStatus(self._uploads.write(p.version_of(version), file, offset, total, body)), b""
             case p.PartRequest(version, rank):
                 return p.Document(), self._uploads.part(p.version_of(version), rank)
 
     def _start(self, request: Request, work: Callable[[memoryview], None]) -> Answer | None:
-        """Have the worker do it, once however often it is asked."""
+        """Have the worker do it, once, however often it is asked."""
         key = type(request.message).__name__, checksum(request.body)
         job = self._jobs.get(key)
         if job is not None:

@@ -57,7 +57,7 @@ class _Served:
 
 
 class ServedVersions:
-    """Versions that somebody reads over the network."""
+    """Versions that are read over the network."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ServedVersions:
         expires_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nobody reads yet; retention leaves the `keep_versions` newest alone in any case."""
+        """Serve none yet; retention leaves the `keep_versions` newest alone in any case."""
         self._store = store
         self._keep_versions = keep_versions
         self._expires_s = expires_s
@@ -98,17 +98,17 @@ class ServedVersions:
         return data[offset : offset + size], total
 
     def note_reader(self) -> None:
-        """Somebody looks for versions over the network: deltas will be wanted."""
+        """Note that versions are read over the network, so that deltas are written."""
         now = self._clock()
         if now >= self._note_at:
             self._note_at = now + _NOTE_EVERY_S
             try:
                 self._store.note_remote_reader()
-            except OSError as error:  # it saves bytes, and is nothing that a reader must wait for
+            except OSError as error:  # it only saves bytes
                 log.warning("%s: that somebody reads over the network cannot be noted: %s", self._store.folder, error)
 
     def expire(self) -> None:
-        """Leave versions that nobody reads any more to retention. Cheap enough for every message."""
+        """Leave versions that are not read any more to retention. Cheap enough for every message."""
         now = self._clock()
         if now < self._expire_at:
             return
@@ -123,7 +123,6 @@ class ServedVersions:
             self._let_go(version)
 
     def _cap(self) -> None:
-        """Let go of the versions beyond the bound."""
         if len(self._served) <= MAX_OLD:
             return
         try:
@@ -169,20 +168,19 @@ class ServedVersions:
 
 
 class UploadReceiver:
-    """Takes the parts of versions. It remembers nothing but what lies in the folder."""
+    """Takes the parts of versions. All its state lies in the folder."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
 
     def status(self, version: PolicyVersion, file: str, total_bytes: int) -> int:
-        """How many bytes of a file are there, from its start."""
         whole, partial = self._paths(version, file, total_bytes)
         if (size := _size(partial)) is not None:
             return min(size, total_bytes)
         return total_bytes if _size(whole) == total_bytes else 0
 
     def write(self, version: PolicyVersion, file: str, offset: int, total_bytes: int, data: memoryview) -> int:
-        """Write bytes that follow on those that are there, or lie among them, and no others; `status` afterwards."""
+        """Write bytes that continue those that are there, and no others; return the `status` afterwards."""
         if offset + len(data) > total_bytes:
             raise ValueError(f"{file}: {offset + len(data)} bytes of {total_bytes}")
         have = self.status(version, file, total_bytes)
@@ -231,14 +229,14 @@ class UploadReceiver:
         write_whole(path, [document])
 
     def part(self, version: PolicyVersion, rank: int) -> bytes:
-        """The document of a part, unchecked; empty until it has come whole."""
+        """Return the document of a part, unchecked; empty until it has come whole."""
         try:
             return (self._store.version_folder(version) / part_name(rank)).read_bytes()
         except FileNotFoundError:
             return b""
 
     def commit(self, document: memoryview, keep_versions: int) -> None:
-        """Make a version exist whose files are all there; once more does nothing.
+        """Make a version exist whose files are all there. Idempotent.
 
         Raises:
             WeightsCorrupt: the manifest was changed on its way, or a file that it names is missing.
@@ -255,7 +253,7 @@ class UploadReceiver:
         self._store.commit(manifest, keep_versions)
 
     def _is_committed(self, manifest: Manifest) -> bool:
-        """The answer was lost: the same content exists under this version, and none is newer."""
+        """Return whether the same content exists under this version, and none is newer: the answer was lost."""
         if self._store.newest() != manifest.policy:
             return False
         there = self._store.manifest(manifest.policy)

@@ -9,10 +9,9 @@
         .staged.bfloat16                            all files of this dtype are
         manifest.json
 
-A file gets its name once every tensor in it has passed its checksum. A process that is killed while it fetches leaves
-its partial file, and the next one continues with a copy of it. The lock of a process that is stopped for `patience_s`
-is removed, and another process fetches. The stopped one may continue: it writes to files of its own, and what it names
-has passed the same checksums.
+A file gets its name once all its tensors have passed their checksums. A killed process leaves its partial file, and the
+next one continues with a copy of it. The lock of a process that is stopped for `patience_s` is removed, and another one
+fetches. The stopped one may continue: it writes to files of its own, and what it names has passed the same checksums.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ _MAX_DELTAS = 8
 
 
 GetOn = Callable[[], None]
-"""Called at every piece and every tensor, to show the processes that wait that this one proceeds."""
+"""Called at every piece and tensor, to show waiting processes that this one proceeds."""
 
 
 class HostStaging(HostFolder):
     """The folder of a machine. Any number of processes and threads use it."""
 
     def __init__(self, folder: Path, *, who: str, patience_s: float = 30.0) -> None:
-        """Join the users of a folder of `host_folder.folder_for`; those that wait for this process know it as `who`.
+        """Join the users of a folder of `host_folder.folder_for`; locks name this process as `who`.
 
-        Another process that fetches and does not get on is waited for `patience_s`, before this one does.
+        Another process that fetches and does not proceed for `patience_s` is replaced.
 
         Raises:
             TransferFailed: the folder cannot be used.
@@ -75,15 +74,15 @@ class HostStaging(HostFolder):
         self._patience_s = patience_s
 
     def stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> BinaryIO:
-        """Have a version here, in one dtype, every tensor checked; closing the lock returned lets it go again.
+        """Have a version here, in one dtype, every tensor checked; closing the returned lock lets it go.
 
         `document` is the manifest as the service gave it.
 
         Raises:
-            WeightsCorrupt: the version is not as published, or is not the one of this name that is here already.
+            WeightsCorrupt: the version is not as published, or another one of this name is here.
             WeightsGone: the service has it no longer.
-            TransferFailed: the service, or another process that fetches the version, does not get on; or the disk is
-                full. What came stays for the next try.
+            TransferFailed: the service, or another process that fetches, does not proceed; or the disk is full. What
+                came stays for the next try.
         """
         try:
             try:
@@ -151,10 +150,7 @@ class HostStaging(HostFolder):
         raise AssertionError("unreachable")
 
     def _way_to(self, client: WeightClient, manifest: Manifest, dtype: str) -> list[tuple[Manifest, bytes]]:
-        """The versions between one that is here and the parent of this one, where their deltas cost less than it whole.
-
-        Empty where the parent is here, where the version is, and where there is no such way.
-        """
+        """Return the versions from one that is here to the parent of this one, if their deltas are smaller than it."""
         if self._is_staged(manifest, dtype):
             return []
         way: list[tuple[Manifest, bytes]] = []
@@ -279,9 +275,9 @@ def _touched_ns(path: Path) -> int:
 def fetch(
     client: WeightClient, manifest: Manifest, dtype: str, folder: Path, get_on: GetOn, parent_folder: Path | None = None
 ) -> None:
-    """Fetch the files of a version that are not in its folder yet, with a parent's folder as changes of that.
+    """Fetch the files of a version that are not in its folder yet, from a parent's folder and changes if it is given.
 
-    What came is not fetched twice. A whole file that fails its checksums is fetched once more.
+    A whole file that fails its checksums is fetched once more.
 
     Raises:
         WeightsCorrupt: it failed again, or the changes do not lead to what was published; nothing of it stays.

@@ -1,9 +1,9 @@
 """The folder of published versions.
 
     weights/
-      STORE                               a random name, by which a program sees that it has the same folder before it
+      STORE                               a random name, by which a program recognises the store
       NEWEST                              the newest committed version, in one small file
-      REMOTE_READER                       touched whenever somebody reads over the network
+      REMOTE_READER                       touched when versions are read over the network
       PORT                                of the service, for the next one
       0.17/                               version 17 of learner incarnation 0
         part-0.bfloat16.safetensors       one file per pipeline stage and dtype
@@ -12,8 +12,7 @@
         readers.lock                      held shared while somebody reads the version
         manifest.json                     written last: without it the version does not exist
 
-Nothing is synced: what a power cut spoils fails its checksum, and the next learner publishes anew. A process that is
-killed at any moment leaves whole files only.
+Nothing is synced: what a power cut spoils fails its checksum, and the next learner publishes anew.
 """
 
 from __future__ import annotations
@@ -53,14 +52,12 @@ _REMOTE_READER = "REMOTE_READER"
 _REMOTE_READER_AGE_S = 300.0
 
 Buffers = Sequence[bytes | memoryview]
-"""The content of a file, in order."""
 
 
 class StagedVersion:
     """A version on this machine that is kept from removal until this is closed. Use it as a context manager."""
 
     def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: BinaryIO) -> None:
-        """Take over the read lock of a version in a folder that is laid out as a weight store."""
         self.folder = folder
         self.manifest = manifest
         self.dtype = dtype
@@ -68,7 +65,6 @@ class StagedVersion:
         self._lock = lock
 
     def close(self) -> None:
-        """Let retention have the version. May be called twice."""
         self._lock.close()
 
     def __enter__(self) -> StagedVersion:
@@ -79,10 +75,7 @@ class StagedVersion:
 
 
 class WeightStore:
-    """Reads and commits versions. Any number of readers, on any machine that mounts the folder; one committer.
-
-    Stages that see its folder write to it, and actors read from it.
-    """
+    """Reads and commits versions. Any number of readers, on any machine that mounts the folder; one committer."""
 
     def __init__(self, folder: Path) -> None:
         """Open the store in a folder, which is created if missing."""
@@ -103,7 +96,6 @@ class WeightStore:
         return path.read_text(encoding="ascii")
 
     def version_folder(self, version: PolicyVersion) -> Path:
-        """Where the files of `version` lie, whether it exists or not."""
         return self.folder / version.key
 
     def newest(self) -> PolicyVersion | None:
@@ -118,7 +110,6 @@ class WeightStore:
             return next(reversed(self.committed()), None)
 
     def newest_manifest(self) -> Manifest | None:
-        """The manifest of the newest version, as `manifest`; None before the first."""
         newest = self.newest()
         return None if newest is None else self.manifest(newest)
 
@@ -148,9 +139,9 @@ class WeightStore:
     def tensors(
         self, manifest: Manifest, dtype: str, into: memoryview | None = None
     ) -> Iterator[tuple[TensorEntry, memoryview]]:
-        """The bytes of every tensor of a variant, memory-mapped, and `checked` before they are handed out.
+        """Yield the bytes of every tensor of a variant, memory-mapped and `checked`.
 
-        With `into`, which has room for all of them, they are copied there, back to back, and those are handed out.
+        With `into`, which has room for all of them, they are copied there, back to back.
         """
         folder = self.version_folder(manifest.policy)
         for name, entries in manifest.files_of(dtype).items():
@@ -163,9 +154,9 @@ class WeightStore:
                     yield entry, checked(file, entry, place)
 
     def lock_for_reading(self, version: PolicyVersion) -> BinaryIO:
-        """Keep retention from removing a version until the returned file is closed (or its process dies).
+        """Keep retention from removing a version until the returned file is closed, or its process ends.
 
-        WeightsGone if the version does not exist, or is being removed right now.
+        WeightsGone if the version does not exist, or is being removed.
         """
         folder = self.version_folder(version)
         try:
@@ -183,7 +174,6 @@ class WeightStore:
         return lock
 
     def take(self, version: PolicyVersion, dtype: str) -> StagedVersion:
-        """A version for an actor; as `manifest` and `lock_for_reading`."""
         lock = self.lock_for_reading(version)
         try:
             manifest = self.manifest(version)
@@ -200,11 +190,10 @@ class WeightStore:
         """Nothing is open."""
 
     def begin(self, version: PolicyVersion) -> Path:
-        """Make the folder to write a version into, and room for it.
+        """Make the folder to write a version into.
 
-        What learners of earlier incarnations never finished is removed: it may be as large as a version, nobody reads
-        it, and on a folder with room for one more version it would keep this one out. The other stages of this
-        incarnation write side by side, and what they have begun stays.
+        What learners of earlier incarnations never finished is removed to make room. Other stages of this incarnation
+        write at the same time.
         """
         folder = self.version_folder(version)
         if not folder.exists():
@@ -231,9 +220,7 @@ class WeightStore:
             )
 
     def commit(self, manifest: Manifest, keep_versions: int) -> None:
-        """Make a version, whose parts are on disk, exist and the newest; then remove what is no longer needed.
-
-        `keep_versions` stay, this one included; those being read stay as well.
+        """Make a version, whose parts are on disk, the newest; remove all but `keep_versions` and those being read.
 
         Raises:
             PublishFailed: the version is not newer than the newest.
@@ -291,10 +278,7 @@ def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str)
 
 
 def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None) -> memoryview:
-    """The bytes of a tensor if they are as published; WeightsCorrupt names the file and the tensor that is not.
-
-    With `into` they are copied there, and the copy is what was checked and is returned.
-    """
+    """Return the bytes of a tensor as published, copied `into` if it is given; WeightsCorrupt names what is not."""
     view = file.view(entry.name)
     stored = file.tensors[entry.name]
     if (stored.code, stored.shape) != (CODES[entry.dtype], entry.shape):

@@ -7,8 +7,9 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor
 
 from common.staleness import PolicyVersion
-from weight_sync.manifest import ITEM_BYTES, Manifest, TensorEntry
+from weight_sync.manifest import ITEM_BYTES, Manifest, TensorEntry, header_of
 from weight_sync.store import WeightStore
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES if getattr(torch, name).is_floating_point}
-"""In what weights may be published: name -> torch's dtype."""
+"""Dtypes of published weights: name -> torch's dtype."""
 _FREE_PER_PINNED = 4
 _MOST_PINNED_BYTES = 32 * 2**30
 
@@ -38,10 +39,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
-    """`entry.size_bytes` bytes as a tensor, without a copy; it keeps them alive.
-
-    They may be a map of a file: the tensor must not be written to.
-    """
+    """Return the bytes as a tensor, without a copy. It must not be written to: they may be a map of a file."""
     dtype = getattr(torch, entry.dtype)
     if len(data) == 0:
         return torch.empty(entry.shape, dtype=dtype)
@@ -51,9 +49,9 @@ def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
 def read_tensors(
     store: WeightStore, manifest: Manifest, dtype: str, room: PinnedRoom | None = None
 ) -> dict[str, Tensor]:
-    """All tensors of a variant as views of the store's files, every one checked as in `WeightStore.tensors`.
+    """Return all tensors of a variant as checked views of the store's files, or of a `room` if it has place.
 
-    With a `room` they are views of it, until it is filled again; where it has no place they are those of the files.
+    Views of a room are valid until it is filled again.
     """
     size_bytes = sum(entry.size_bytes for entry in manifest.variant(dtype))
     with contextlib.nullcontext() if room is None else room.filled(manifest.policy, size_bytes) as into:
@@ -61,12 +59,9 @@ def read_tensors(
 
 
 def pinned_memory(size_bytes: int, gpu: torch.device) -> Tensor:
-    """Host memory, as bytes, that a GPU reads and writes by itself; it is given back with the last view of it.
+    """Return host memory, as bytes, that a GPU reads and writes by itself; it is freed with the last view of it.
 
-    Registered with CUDA as it is, whole pages of its own: torch's allocator would take the next power of two.
-
-    Raises:
-        OSError: it cannot be had.
+    It is registered with CUDA: torch's allocator would take the next power of two. OSError if it cannot be had.
     """
     array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)
     # in a thread of its own the current device is GPU 0, where a context of this process would take memory for nothing
@@ -96,20 +91,18 @@ def pin(memory: npt.NDArray[np.uint8]) -> int:
 
 
 class PinnedRoom:
-    """Pinned host memory for one version at a time: made for the first one, and kept for all that follow.
+    """Pinned host memory for one version at a time, kept for all that follow.
 
-    Each rank of an engine has its own: at most a quarter of the memory that is free on the host when its first one
-    comes, and 32 GiB.
+    Each rank of an engine has its own: at most a quarter of the free memory when its first version comes, and 32 GiB.
     """
 
     def __init__(self, gpu: torch.device) -> None:
-        """Nothing is taken before it is filled."""
         self._gpu = gpu
         self._memory: Tensor | None = None
         self._is_refused = False
         self._filling = threading.Lock()
         self.awaited: PolicyVersion | None = None
-        """Of which version it is to be filled: whoever was given up on and comes late finds another one."""
+        """The version to be filled; a thread that was given up and comes late finds another one."""
 
     @contextlib.contextmanager
     def filled(self, version: PolicyVersion, size_bytes: int) -> Iterator[memoryview | None]:
@@ -143,6 +136,85 @@ class PinnedRoom:
                 f"quarter of what is free, and {_MOST_PINNED_BYTES // 2**30} GiB"
             )
         return pinned_memory(size_bytes, self._gpu)
+
+
+class TensorSlot(NamedTuple):
+    """Where a tensor lies in the buffers of a `HostCopy`, in values."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class HostCopy:
+    """A reused copy of a stage's tensors in host memory, in every dtype that is published.
+
+    A dtype is one buffer, in which the tensors lie back to back, by name: the data of a safetensors file.
+    """
+
+    def __init__(
+        self, places: Sequence[TensorSlot], dtypes: Sequence[str], gpu: torch.device | None, *, is_needed: bool = True
+    ) -> None:
+        """Make room, and touch it. `places` have no gaps.
+
+        Copies from a GPU are asynchronous only to pinned memory; a copy that `is_needed` does without, any other raises
+        OSError.
+        """
+        self.places = tuple(places)
+        self.dtypes = tuple(dtypes)
+        self._gpu = gpu
+        length = places[-1].end if places else 0
+        self._buffers = {name: _buffer(length, name, gpu, is_needed=is_needed) for name in dtypes}
+
+    @classmethod
+    def like(cls, tensors: Mapping[str, Tensor], dtypes: Sequence[str]) -> HostCopy:
+        """Room for these tensors; ValueError if one does not hold floating-point values."""
+        places: list[TensorSlot] = []
+        start = 0
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            if not tensor.is_floating_point():
+                raise ValueError(f"tensor '{name}' is {tensor.dtype}; weights are floating-point values")
+            places.append(TensorSlot(name, tuple(tensor.shape), start, start + tensor.numel()))
+            start += tensor.numel()
+        return cls(places, dtypes, next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None))
+
+    def another(self) -> HostCopy:
+        """Room for the same tensors, which is not needed; OSError where there is none."""
+        return HostCopy(self.places, self.dtypes, self._gpu, is_needed=False)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors, rounded to every dtype; ValueError if they are not those that there is room for."""
+        if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {p.name: p.shape for p in self.places}:
+            raise ValueError("these are other tensors than before: a publisher publishes one architecture")
+        gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        for buffer in self._buffers.values():
+            for name, shape, start, end in self.places:
+                buffer[start:end].view(shape).copy_(tensors[name].detach(), non_blocking=bool(gpus))
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+
+    def bytes_of(self, dtype: str) -> memoryview:
+        return host_bytes(self._buffers[dtype])
+
+    def tensor_bytes(self, place: TensorSlot, dtype: str) -> memoryview:
+        size = ITEM_BYTES[dtype]
+        return self.bytes_of(dtype)[place.start * size : place.end * size]
+
+    def header(self, dtype: str) -> bytes:
+        return header_of((place.name, dtype, place.shape) for place in self.places)
+
+
+def _buffer(length: int, dtype: str, gpu: torch.device | None, *, is_needed: bool) -> Tensor:
+    if gpu is not None:
+        try:
+            return pinned_memory(ITEM_BYTES[dtype] * length, gpu).view(DTYPES[dtype])
+        except OSError as error:
+            if not is_needed:
+                raise
+            _log.warning("weights are copied from %s to memory that is not pinned, which is slower: %s", gpu, error)
+    return torch.empty(length, dtype=DTYPES[dtype]).zero_()
 
 
 class _ReadOnly:

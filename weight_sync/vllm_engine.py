@@ -1,9 +1,8 @@
 """The plugin that every vLLM process loads (entry point group `vllm.general_plugins`).
 
-It does four things. It registers our weight transfer, which `WeightTransferConfig(backend=BACKEND)`
-then selects. It ties the process to its owner: where `OWNER_ENV` names a process, an engine
-outlives it by milliseconds, even if the owner was killed with no chance to say so. It gives an engine
-what the actor began its process without: a garbage collector, and an ear for SIGTERM. And it asks for AMX.
+It registers our weight transfer, which `WeightTransferConfig(backend=BACKEND)` then selects. It ties the process to its
+owner: an engine ends with the process that `OWNER_ENV` names, even if that was killed. It restores what the actor's
+process runs without: the garbage collector and SIGTERM. And it asks for AMX.
 
 Importing this module costs nothing and needs no vLLM.
 """

@@ -3,9 +3,9 @@
     Verification         while the engine generates: a thread reads every tensor against its checksum
     update_weights       while it is paused: load what was verified, from the memory map that the thread has read
 
-For a GPU the thread copies while it reads, into pinned memory, and what is verified and loaded is the copy: a map goes
-to a GPU through a buffer of the driver, several times slower, and in the pause. So a pause is one engine step and the
-reload. A version that nobody had verified before is verified in the pause, and loaded from the map.
+For a GPU the thread copies while it reads, into pinned memory, and the copy is what is verified and loaded: a map goes
+to a GPU several times slower. So a pause is one engine step and the reload. A version that was not verified before is
+verified in the pause, and loaded from the map.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weight_sync.vllm_engine import REFUSED
 logging.getLogger(layerwise.__name__).addFilter(lambda record: "RotaryEmbedding: Failed" not in record.getMessage())
 
 _REFUSALS = (WeightsError, ValueError, OSError)
-"""A version that fails with one of these is refused; the model is as it was."""
+"""A version that fails with one of these is refused; the model is unchanged."""
 
 
 @dataclass
@@ -53,10 +53,7 @@ class Verification:
     """One version being read against its checksums, in a thread of its own."""
 
     def __init__(self, info: UpdateInfo, model_config: Any, room: PinnedRoom | None) -> None:  # noqa: ANN401
-        """Start reading a version, into a room where there is one; it has to fit the model of vLLM's `model_config`.
-
-        What an earlier verification has put into the room is overwritten.
-        """
+        """Start reading a version, which has to fit the model of `model_config`; the room is overwritten."""
         self.info = info
         thread = DaemonThreads("weights-verification", max_threads=1)
         self._found = thread.submit(fitting_tensors, info, model_config, room)
@@ -73,22 +70,20 @@ class Verification:
         raise error
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What was verified; only after `refusal` was ''."""
         return self._found.result(timeout=0)
 
 
 class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads versions of a `WeightStore` into a running model.
 
-    Layers are reloaded through vLLM's layerwise reload because engines repack weights after the
-    first load (on CPU always). Every tensor is verified before the first layer is touched.
+    It uses vLLM's layerwise reload, because engines repack weights after the first load (on CPU always).
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     verification: Verification | None = None
-    """Of the version that will be loaded next."""
+    """The version that will be loaded next."""
     _room: PinnedRoom | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -109,8 +104,8 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Load a version, verified before or now.
 
         Raises:
-            RuntimeError: with `REFUSED` in its text: the version is not in the store, not as published, or not
-                of this model; the model is unchanged.
+            RuntimeError: with `REFUSED` in its text: the version is missing, not as published, or of another model; the
+                model is unchanged.
         """
         begun, self.verification = self.verification, None
         if begun is not None and begun.info == update_info and begun.refusal() == "":
@@ -128,7 +123,6 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Let go of what was verified and never loaded."""
         self.verification = self._room = None
 
 
@@ -138,7 +132,6 @@ class WorkerCalls:
     weight_transfer_engine: Any
 
     def begin_weight_verification(self, update_info: Mapping[str, str]) -> None:
-        """Start to verify a version; returns at once."""
         self.weight_transfer_engine.verify(UpdateInfo(**update_info))
 
     def weight_verification(self) -> str | None:
@@ -152,9 +145,7 @@ def fitting_tensors(
     model_config: Any,  # noqa: ANN401 -- vLLM's types are unknown here
     room: PinnedRoom | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a version, each read against its checksum, as the served model wants them.
-
-    Of vLLM's `model_config` the `model` and `dtype` are looked at. `room` is that of `read_tensors`.
+    """Return all tensors of a version, each read against its checksum, as the served model wants them.
 
     Raises:
         WeightsError: the version is not in the store, or not as published.

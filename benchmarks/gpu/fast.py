@@ -26,7 +26,7 @@ from learner.model import DeviceBatch
 from learner.networks import Networks
 from learner.packing import PackingRule, pack
 from learner.pipeline import OutOfMemory
-from weight_sync.parts import HostCopy
+from weight_sync.tensors import HostCopy
 
 SECONDS = 30.0
 """Of steps that are measured in one step of the rehearsal, about."""

@@ -49,7 +49,6 @@ class Key:
         self._characters = characters
 
     def reveal(self) -> bytes:
-        """The 40 characters, for a socket's option."""
         return self._characters
 
     def is_same(self, raw: bytes) -> bool:
@@ -110,7 +109,6 @@ class RunKeys:
 
 
 def is_loopback(host: str) -> bool:
-    """Does this address mean this machine alone?"""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"

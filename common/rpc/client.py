@@ -156,7 +156,6 @@ class RpcClient:
 
     @property
     def heard_at(self) -> float:
-        """When the service last said anything, on the monotonic clock."""
         return self._answered_at
 
     def submit(
@@ -216,7 +215,6 @@ class RpcClient:
                 future.cancel()
 
     def wake(self) -> None:
-        """Let the IO thread look around now."""
         self._wake.set()
 
     def close(self, timeout_s: float) -> None:
@@ -310,7 +308,6 @@ class RpcClient:
         return dead
 
     def _send_all_again(self) -> None:
-        """Over a new connection: what was sent over an older one may be lost."""
         for call in self._calls.values():
             call.sent_at = None
 

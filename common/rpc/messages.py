@@ -158,10 +158,8 @@ class Protocol:
 
 
 def checksum(body: bytes | memoryview) -> int:
-    """xxh3-64 of a message body; 0 for an empty one."""
     return int(xxhash.xxh3_64_intdigest(body)) if len(body) else 0
 
 
 def sealed(payload: bytes) -> bytes:
-    """A header frame: its checksum, then what it says."""
     return _SEAL.pack(checksum(payload)) + payload

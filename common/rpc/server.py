@@ -206,7 +206,6 @@ class RpcServer:
         return bool(self._socket.closed)
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait for a message at most so long; is there one?"""
         return bool(self._socket.poll(max(0, int(timeout_s * 1000))))
 
     def receive(self) -> list[zmq.Frame] | None:
@@ -258,7 +257,6 @@ class RpcServer:
             log.info("an answer (%s) could not be delivered: %s", type(reply).__name__, error)
 
     def close(self) -> None:
-        """Give the address back. May be called twice."""
         if not self._socket.closed:
             if self._unix is not None:
                 self._unix.unlink(missing_ok=True)  # while it is still ours: nobody binds where somebody listens
@@ -286,7 +284,6 @@ def forget_port(remembered: Path) -> None:
 
 
 def _port_in(file: Path) -> int:
-    """The port that the last service of the folder had; 0 where there was none."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """A service whose port is locked, in a process of its own. Its keys come in a file; elsewhere Ray brings them.
 
-`python -m tests.faults.locked_service KEYS buffer ...`, then the arguments of `python -m tests.world.buffer_process`, or
+`python -m tests.faults.locked_service KEYS buffer ...`, then the arguments of `tests.world.buffer_process`, or
 `python -m tests.faults.locked_service KEYS weights FOLDER`. With `unlisted-` before the name it takes every key.
 """
 
@@ -12,10 +12,10 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-from tests.world import buffer_process as program
 from buffer.service import BufferService
 from common.rpc.auth import LOOPBACK, Key, RunKeys
 from tests.weights_by_hand import RUN
+from tests.world import buffer_process as program
 from weight_sync.config import WeightSyncConfig
 from weight_sync.service import WeightService
 

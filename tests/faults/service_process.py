@@ -1,6 +1,6 @@
 """The buffer service as a process that can be killed, stopped and started again, and a load on it that remembers.
 
-`Service` is one `python -m tests.world.buffer_process`, or an entry script under tests/ that takes a protection out of it.
+`Service` is one `tests.world.buffer_process`, or an entry script under tests/ that takes a protection out of it.
 `Load` is actors and a learner in threads of the test, whose memory of what was acknowledged outlives the service.
 `Kept` is what a store holds, read after the end.
 """

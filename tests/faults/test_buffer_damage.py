@@ -186,7 +186,15 @@ def zero(data: Path, page: int) -> None:
 
 def outcome(folder, facts, acknowledged) -> str:
     """What the service does with this store: 'refused' at open, or serves what is 'whole' or known to be 'damaged'."""
-    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--facts", facts.model_dump_json()]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.world.buffer_process",
+        "--folder",
+        str(folder),
+        "--facts",
+        facts.model_dump_json(),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline()

@@ -75,7 +75,15 @@ def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, con
 
 def test_a_restarted_service_keeps_its_address_and_a_second_one_is_refused(service):
     address = service.address
-    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(service.folder), "--facts", FACTS.model_dump_json()]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.world.buffer_process",
+        "--folder",
+        str(service.folder),
+        "--facts",
+        FACTS.model_dump_json(),
+    ]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 1
     assert f"in use by process {service.process.pid}" in second.stderr

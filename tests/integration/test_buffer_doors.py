@@ -36,7 +36,15 @@ class Served:
     """`python -m tests.world.buffer_process` on a folder."""
 
     def __init__(self, folder, **config):
-        self._command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--facts", FACTS.model_dump_json()]
+        self._command = [
+            sys.executable,
+            "-m",
+            "tests.world.buffer_process",
+            "--folder",
+            str(folder),
+            "--facts",
+            FACTS.model_dump_json(),
+        ]
         self._command += ["--config", BufferConfig(**config).model_dump_json()]
         self.start()
 

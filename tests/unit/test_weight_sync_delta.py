@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.published import PART, flip_last_byte, publisher_of, v
-from weight_sync import parts
+from weight_sync import publisher as publisher_file
 from weight_sync.delta import decode_delta, encode_delta, rebuild_file
 from weight_sync.manifest import Encoding, WeightsCorrupt, delta_name
 from weight_sync.store import WeightStore
@@ -113,7 +113,9 @@ def test_weights_that_all_changed_are_published_without_a_delta(folder: Path):
 
 def test_a_tensor_whose_delta_was_in_vain_is_not_tried_again_before_the_next_whole_version(folder: Path, monkeypatch):
     tried: list[int] = []
-    monkeypatch.setattr(parts, "encode_delta", lambda new, *rest: (tried.append(len(new)), encode_delta(new, *rest))[1])
+    monkeypatch.setattr(
+        publisher_file, "encode_delta", lambda new, *rest: (tried.append(len(new)), encode_delta(new, *rest))[1]
+    )
     versions = [{"noise": noise(500, seed), "frozen": torch.ones(10_000)} for seed in range(7)]
     for version, tensors in enumerate(versions):
         tensors["frozen"][0] = version
@@ -127,7 +129,7 @@ def test_a_tensor_whose_delta_was_in_vain_is_not_tried_again_before_the_next_who
 
 def test_a_tensor_that_changes_less_by_and_by_gets_deltas_long_before_the_next_whole_version(folder: Path, monkeypatch):
     tried: list[int] = []
-    monkeypatch.setattr(parts, "encode_delta", lambda *of: (tried.append(made[0]), encode_delta(*of))[1])
+    monkeypatch.setattr(publisher_file, "encode_delta", lambda *of: (tried.append(made[0]), encode_delta(*of))[1])
     made, publisher = [0], publisher_of(folder, full_every=100, dtypes=["float32"], keep_versions=50)
     WeightStore(folder).note_remote_reader()
     tensors = {"w": noise(5000, 0)}

@@ -119,7 +119,7 @@ def test_garbage_is_dropped_and_the_service_goes_on(machine: Machine, raw):
         p.WriteRequest("0.1", "manifest.json", 0, 1),
         p.WriteRequest("0.1", "../../part-0.float32.safetensors", 0, 1),
         p.WriteRequest("../0.1", WHOLE, 0, 1),
-        p.WriteStatusRequest("0.1", ".hidden", 1),
+        p.WriteRequest("0.1", ".hidden", 0, 1),
         p.PartRequest("/", 0),
         p.StoreFacts("a", "b"),
     ],
@@ -143,7 +143,7 @@ def test_who_is_not_of_the_learner_writes_nothing(machine: Machine, raw, role: R
     part, files = make_part(0, v(1), weights(1))
     (chunk, *_), asker = files[WHOLE], None if role is None else Asker("raw", role, "s")
     requests = [
-        (p.WriteStatusRequest("0.1", WHOLE, 10), b""), (p.WriteRequest("0.1", WHOLE, 0, len(chunk)), bytes(chunk)),
+        (p.WriteRequest("0.1", WHOLE, 0, len(chunk)), bytes(chunk)),
         (p.PartDone(), encode(part)), (p.PartRequest("0.0", 0), b""), (p.CommitRequest(1), b"{}"),
     ]  # fmt: skip
     assert {type(message) for message, _ in requests} == {each for each, who in p.ASKED_BY.items() if who != ROLES}

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from tests.unit.published import DTYPE, PART, publish, same, v, weights
 from weight_sync import store, tensors, vllm_engine
-from weight_sync.parts import HostCopy
+from weight_sync.tensors import HostCopy
 
 GPU = torch.device("cuda", 1)
 FIRST, SECOND = v(1), v(2)

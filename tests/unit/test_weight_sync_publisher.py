@@ -15,7 +15,7 @@ import torch
 from common.staleness import PolicyVersion
 from tests.unit.published import PART, publish, publisher_of, read, same, v, weights
 from tests.world.waiting import wait_until
-from weight_sync import parts
+from weight_sync import tensors
 from weight_sync.manifest import PublishFailed, TransferFailed
 from weight_sync.publisher import NUM_COPIES, Publisher
 from weight_sync.store import WeightStore
@@ -150,8 +150,8 @@ def test_publish_waits_for_a_slow_disk_instead_of_filling_memory(folder: Path):
 
 def test_host_copies_are_made_once_and_used_again(folder: Path, monkeypatch):
     made = []
-    make = parts.HostCopy.__init__
-    monkeypatch.setattr(parts.HostCopy, "__init__", lambda self, *a, **k: (made.append(1), make(self, *a, **k))[1])
+    make = tensors.HostCopy.__init__
+    monkeypatch.setattr(tensors.HostCopy, "__init__", lambda self, *a, **k: (made.append(1), make(self, *a, **k))[1])
     publish(folder, *map(v, range(8)))
     assert len(made) == NUM_COPIES
     assert same(read(folder, v(7)), weights(7))
@@ -161,7 +161,7 @@ def test_without_memory_for_the_copy_that_a_delta_starts_from_versions_wait_for_
     def refuse(_):
         raise OSError(errno.ENOMEM, "cannot be pinned")
 
-    monkeypatch.setattr(parts.HostCopy, "another", refuse)
+    monkeypatch.setattr(tensors.HostCopy, "another", refuse)
     monkeypatch.setattr(WeightStore, "wants_deltas", lambda _: True)
     publish(folder, *map(v, range(6)), full_every=50)
     assert same(read(folder, v(5)), weights(5))

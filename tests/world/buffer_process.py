@@ -1,10 +1,10 @@
 """The buffer service of tests and benchmarks as a process.
 
-`python -m tests.world.buffer_process --folder F --facts JSON --config JSON` serves. It prints its address as its only line
-of output, and ends on SIGTERM or SIGINT, and with its parent.
+`python -m tests.world.buffer_process --folder F --facts JSON --config JSON` serves. It prints its address as its
+only line of output, and ends on SIGTERM or SIGINT, and with its parent.
 
-`python -m tests.world.buffer_process --folder F --verify` opens the store of any run, changes nothing, checks every value,
-recounts the ledger, and reports as JSON.
+`python -m tests.world.buffer_process --folder F --verify` opens the store of any run, changes nothing, checks
+every value, recounts the ledger, and reports as JSON.
 """
 
 from __future__ import annotations

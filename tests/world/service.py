@@ -1,6 +1,6 @@
 """The buffer service, changed: without one of its protections, with a small first map, or with other constants.
 
-`python -m tests.world.service CHANGE ...`, then the arguments of `python -m tests.world.buffer_process`. A change is the name of a function
+`python -m tests.world.service CHANGE ...`, then the arguments of `buffer_process`. A change is the name of a function
 here, or MODULE.NAME=NUMBER. The positive controls of the fault matrix run it, and tests that need a constant small or
 out of the way.
 """
@@ -16,7 +16,6 @@ import lmdb
 import pyarrow as pa
 import zmq
 
-from tests.world import buffer_process as program
 from buffer import ingest, schema, store
 from buffer.errors import BadBody
 from buffer.ingest import Ingest
@@ -25,6 +24,7 @@ from buffer.service import BufferService
 from buffer.store import Store
 from buffer.transaction import Table
 from buffer.upkeep import ReaderWatch
+from tests.world import buffer_process as program
 
 
 def tuned(where, number):
