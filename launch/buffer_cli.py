@@ -20,10 +20,9 @@ import typer
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
 from buffer.nonsense import SetAside
-from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, joined, read_row
+from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, check_store, joined, read_row
+from buffer.offline.inspect import compact as compact_store
 from buffer.offline.sample_file import export as export_samples
-from buffer.offline.verify import check_store
-from buffer.offline.verify import compact as compact_store
 from buffer.rows import SCHEMA_VERSION
 from buffer.schema import SCHEMA
 from buffer.store import RESTORE, buffer_folder

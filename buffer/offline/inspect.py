@@ -1,14 +1,18 @@
-"""Looks into a store without disturbing its service: groups, their samples, and what was quarantined.
+"""Tools that look at a store beside its service, or rewrite one that is over.
 
-What is read comes in transactions of a fraction of a second, resumed by key, so that a service which
-writes meanwhile can reuse its pages. A listing of a live store is therefore no snapshot: each group
-is seen as it was when its turn came, and one that is made or evicted meanwhile may be missed.
+Inspection  groups, their samples and what was quarantined. Transactions last a fraction of a second and resume by key,
+            so that a live service can reuse its pages; so each group is seen as it was when its turn came
+verify      every checksum, the tables against each other, and the ledger against the tables
+compact     of a run that is over: the file without its free pages. Killed at any point, the folder holds a whole store
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,24 +20,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import lmdb
 import numpy as np
 import pyarrow as pa
 
 from buffer import rows
-from buffer.errors import CorruptRecord
+from buffer.errors import CorruptRecord, StoreError
+from buffer.ledger import COMMITTED_STATES, COUNTS
 from buffer.nonsense import SetAside
-from buffer.rows import SCHEMA_VERSION
+from buffer.rows import SCHEMA_VERSION, group_of, records_in
 from buffer.schema import all_rows, join_rows
-from buffer.store import RESTORE, Store, buffer_folder
-from buffer.tables import NO_RECORD, Group, StoreState, Tries
-from buffer.transaction import Transaction
+from buffer.store import DATA, RESTORE, Store, buffer_folder, own
+from buffer.tables import NO_RECORD, DrawRecord, Group, StoreState, Tries
+from buffer.transaction import TABLES, Transaction
+from common.files import sync
 
 T = TypeVar("T")
 
+MAX_NAMED = 4
+_LOCK = "lock.mdb"
+MAX_NAMED = 4
+_LOCK = "lock.mdb"
+_NEW = "compacting"
 READ_S = 0.1
-"""How long one transaction reads before it ends and the next one resumes."""
 READ_BYTES = 16 * 2**20
-"""How much one transaction reads at most, give or take one group."""
+"""One transaction reads at most so long and so much, give or take one group."""
 
 
 class Sample(NamedTuple):
@@ -44,7 +55,7 @@ class Sample(NamedTuple):
     record: bytes
     """A block of it alone; `joined` reads it."""
     scores: bytes | None
-    """float32 reference log-probabilities, where the learner wrote them back."""
+    """float32 reference log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,9 @@ class GroupView:
 
     row: Group
     oldest_version: int | None
-    """Effective version of its oldest committed token; None where nothing is committed."""
+    """Effective version of its oldest committed token."""
     tries: Tries | None = None
-    """What is known of its prompt's success, where that is learned."""
+    """What is known of its prompt's success."""
     samples: Sequence[Sample] = ()
 
     @property
@@ -88,16 +99,12 @@ class Inspection:
 
     store: Store
     damaged: list[str] = field(default_factory=list)
-    """What could not be read because it does not match its checksum, one sentence each; some may be there twice."""
+    """One sentence for each value that does not match its checksum; may repeat."""
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Inspection]:
-        """The buffer of a run folder, or of a buffer folder, open while it is looked at.
-
-        Raises:
-            StoreError: there is none, or it cannot be read.
-        """
+        """Open the buffer of a run folder, or of a buffer folder; StoreError if there is none, or it is damaged."""
         folder = buffer_folder(path)
         with _naming(folder):
             store = Store(folder, None)
@@ -122,34 +129,25 @@ class Inspection:
     def groups(
         self, *, prompt_id: int | None = None, phase: str | None = None, with_samples: bool = False
     ) -> Iterator[GroupView]:
-        """Yield the groups by their ids.
-
-        Args:
-            prompt_id: only those of this prompt.
-            phase: only those in this phase.
-            with_samples: read the stored samples too.
-        """
-
-        def is_wanted(group: Group) -> bool:
-            return prompt_id in (None, group.prompt_id) and phase in (None, group.phase)
-
-        return _Reader(self.store, self.damaged, is_wanted).all(with_samples=with_samples)
+        """Yield the groups by their ids: those of a prompt, those in a phase, and their stored samples if asked for."""
+        position: int | None = 0
+        while position is not None:
+            found, position = look_at(self.store, partial(self._some, first=position, with_samples=with_samples))
+            yield from (
+                each for each in found if prompt_id in (None, each.row.prompt_id) and phase in (None, each.row.phase)
+            )
 
     def group(self, group_id: int) -> GroupView | None:
-        """One group with its samples; None where there is none."""
-        return _Reader(self.store, self.damaged).one(group_id)
+        """Return one group with its samples; None: there is none."""
+        return look_at(self.store, lambda tx: self._view(tx, group_id, with_samples=True))
 
     def group_of_record(self, record_id: int) -> GroupView | None:
-        """The group that a stored record belongs to; None where there is no such record.
-
-        Raises:
-            CorruptRecord: it is damaged.
-        """
+        """Return the group of a stored record; None: there is none. CorruptRecord if it is damaged."""
         group_id = look_at(self.store, lambda tx: _group_of(tx, record_id))
         return None if group_id is None else self.group(group_id)
 
     def quarantined(self) -> Iterator[Quarantined]:
-        """What is set aside, oldest first. The service keeps the last few only; `totals` counts all."""
+        """Yield what is set aside, oldest first. The service keeps the last few only; `totals` counts all."""
         for (number,) in look_at(self.store, lambda tx: list(tx.quarantine.all_keys())):
             try:
                 entry = self.quarantined_at(number)
@@ -160,63 +158,14 @@ class Inspection:
                 yield entry
 
     def quarantined_at(self, number: int) -> Quarantined | None:
-        """What was set aside under this number; None where it is not there.
-
-        Raises:
-            CorruptRecord: it is damaged.
-        """
+        """Return what was set aside under this number; None: it is not there. CorruptRecord if it is damaged."""
         value = look_at(self.store, lambda tx: tx.quarantine.get(number))
         return None if value is None else Quarantined(number, SetAside.of(value))
 
-
-def look_at(store: Store, look: Callable[[Transaction], T]) -> T:
-    """`Store.read`, whose errors then say where the damage is and what helps.
-
-    Raises:
-        CorruptRecord: what it looks at is damaged.
-    """
-    with _naming(store.folder):
-        return store.read(look)
-
-
-def read_row(data: bytes) -> dict[str, Any] | None:
-    """The row that was set aside; None where the bytes are no whole row, such as the beginning of a message.
-
-    Its values may be whatever they like.
-    """
-    if (int.from_bytes(data[:4], "little"), int.from_bytes(data[4:8], "little")) != (SCHEMA_VERSION, 1):
-        return None
-    try:
-        batch = all_rows([data])
-        batch.validate()  # the bounds of its arrays, before anyone asks what they hold
-        batch.validate(full=True)
-        found: list[dict[str, Any]] = batch.to_pylist()
-    except (pa.ArrowException, struct.error, ValueError, IndexError, TypeError, OverflowError, MemoryError):
-        return None
-    return found[0]
-
-
-class _Reader:
-    """Reads groups of one store, in short transactions."""
-
-    def __init__(self, store: Store, damaged: list[str], is_wanted: Callable[[Group], bool] = lambda _: True) -> None:
-        self._store = store
-        self._is_wanted = is_wanted
-        self._damaged = damaged
-        """Takes a sentence for each value that does not match its checksum."""
-
-    def all(self, *, with_samples: bool) -> Iterator[GroupView]:
-        position: int | None = 0
-        while position is not None:
-            found, position = look_at(self._store, partial(self._some, first=position, with_samples=with_samples))
-            yield from found
-
-    def one(self, group_id: int) -> GroupView | None:
-        """The group of this id with its samples, if it is there and wanted."""
-        return look_at(self._store, lambda tx: self._view(tx, group_id, with_samples=True))
+    # --- parts ------------------------------------------------------------------------------------
 
     def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
-        """What one transaction reads, and the id where the next one goes on; None: at the end."""
+        """Return what one transaction reads, and the id where the next one resumes; None: at the end."""
         deadline = time.monotonic() + READ_S
         found: list[GroupView] = []
         size = 0
@@ -230,7 +179,7 @@ class _Reader:
 
     def _view(self, tx: Transaction, group_id: int, with_samples: bool) -> GroupView | None:
         group = self._whole(f"group {group_id}", lambda: tx.groups.get(group_id))
-        if group is None or not self._is_wanted(group):
+        if group is None:
             return None
         prompt_id, oldest = group.prompt_id, None if group.oldest is None else tx.state.effective(group.oldest)
         tries = self._whole(f"the success of prompt {prompt_id}", lambda: tx.tries.get(prompt_id))
@@ -247,34 +196,54 @@ class _Reader:
                 found = self._whole(what, partial(tx.blocks_of, [record_id]))
                 if found is None:
                     continue
-                blocks |= dict.fromkeys(rows.records_in(found[0]), found[0])
+                blocks |= dict.fromkeys(records_in(found[0]), found[0])
             scores = self._whole(f"the scores of {what}", partial(tx.scores.get, record_id))
             samples.append(Sample(index, record_id, rows.only(blocks[record_id], record_id), scores))
         return samples
 
     def _whole(self, what: str, read: Callable[[], T | None]) -> T | None:
-        """What is read; None where it is damaged, which is named."""
+        """Return what is read; None if it is damaged, which is noted."""
         try:
             return read()
         except CorruptRecord as error:
-            self._damaged.append(f"{what}: {error} (in {self._store.folder})")
+            self.damaged.append(f"{what}: {error} (in {self.store.folder})")
             return None
 
 
+def look_at(store: Store, look: Callable[[Transaction], T]) -> T:
+    """As `Store.read`; its CorruptRecord says where the damage is and what helps."""
+    with _naming(store.folder):
+        return store.read(look)
+
+
+def read_row(data: bytes) -> dict[str, Any] | None:
+    """Return the row that was set aside, whatever its values are; None if the bytes are no whole row."""
+    if (int.from_bytes(data[:4], "little"), int.from_bytes(data[4:8], "little")) != (SCHEMA_VERSION, 1):
+        return None
+    try:
+        batch = all_rows([data])
+        batch.validate()  # the bounds of its arrays, before anyone asks what they hold
+        batch.validate(full=True)
+        found: list[dict[str, Any]] = batch.to_pylist()
+    except (pa.ArrowException, struct.error, ValueError, IndexError, TypeError, OverflowError, MemoryError):
+        return None
+    return found[0]
+
+
 def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
-    """The columns of some samples, with the scores that were written back."""
+    """Return the columns of some samples, with the scores that were written back."""
     scores = [None if each.scores is None else np.frombuffer(each.scores, np.float32) for each in samples]
     return join_rows([each.record for each in samples], [each.record_id for each in samples], scores)
 
 
 def _group_of(tx: Transaction, record_id: int) -> int | None:
     holder = tx.find_block(record_id)
-    return None if holder is None else rows.group_of(holder[0])
+    return None if holder is None else group_of(holder[0])
 
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Errors of damage say where it is, and what to do."""
+    """Have errors of damage say where it is, and what to do."""
     try:
         yield
     except CorruptRecord as error:
@@ -284,3 +253,221 @@ def _naming(folder: Path) -> Iterator[None]:
             f"the buffer in {folder} is damaged: {error}. {RESTORE.capitalize()}; `leeway buffer verify {folder}` "
             "names all that is damaged"
         ) from error
+
+
+# --- verify and compact -----------------------------------------------------------------------------------
+
+
+def verify(tx: Transaction) -> dict[str, Any]:
+    """Report what is in the store and every fault found.
+
+    Returns:
+        'ledger' (the counters), 'recount' (the same from the tables), 'num_records', and 'faults': a sentence for each.
+    """
+    faults = list(tx.damaged())
+    ledger = tx.state.ledger
+    counted: dict[str, int] = {}
+    try:
+        counted = recount(tx)
+        faults += [
+            f"the ledger says {name} = {getattr(ledger, name)}, the tables say {count}"
+            for name, count in counted.items()
+            if getattr(ledger, name) != count
+        ]
+        if ledger.gap:
+            faults.append(f"the ledger's identities are violated by {ledger.gap} samples")
+        faults += [*_lease_faults(tx), *_partial_faults(tx), *_window_faults(tx), *_seen_faults(tx), *_draw_faults(tx)]
+        faults += _unclaimed(tx)
+    except CorruptRecord as error:
+        # A damaged row is named already; what lacks a row that another table names is not.
+        if str(error) not in faults:
+            faults.append(str(error))
+    return {"ledger": ledger.counts(), "recount": counted, "num_records": tx.state.num_records, "faults": faults}
+
+
+def check_store(store: Store) -> dict[str, Any]:
+    """Return the report of `verify`, with the faults in the structure of the file.
+
+    'has_checked_pages' is False if a service writes the file, so that its structure could not be checked.
+    """
+    structure = store.structure_faults()
+    report = look_at(store, verify)
+    report["faults"] += structure or []
+    report["has_checked_pages"] = structure is not None
+    return report
+
+
+def recount(tx: Transaction) -> dict[str, int]:
+    """Count the two lines of the ledger from the tables: every group, and what left them."""
+    found: Counter[str] = Counter(tx.state.retired)
+    for (group_id,) in tx.groups.all_keys():
+        group = tx.groups.require(group_id)
+        found.update(group.tallies())
+        found["in_flight"] += len(group.in_flight())
+    found["committed"] = sum(found[state] for state in COMMITTED_STATES)
+    return {name: found[name] for name in COUNTS}
+
+
+def _unclaimed(tx: Transaction) -> list[str]:
+    faults: list[str] = []
+    owned: set[int] = set()
+    stored: set[int] = set()
+    for (first,), block in tx.records.all_items():
+        inside = list(records_in(block))
+        if inside != sorted(inside) or inside[0] != first or not stored.isdisjoint(inside):
+            faults.append(f"the block at record {first} holds {inside[:MAX_NAMED]}, which are not its own")
+        stored.update(inside)
+    for (group_id,), group in tx.groups.all_items():
+        for record in group.records:
+            if record == NO_RECORD:
+                continue
+            if record in owned or record not in stored:
+                faults.append(f"record {record} of group {group_id} is missing or shared")
+            owned.add(record)
+    if tx.state.num_records != len(stored):
+        faults.append(f"the state says {tx.state.num_records} records are stored, there are {len(stored)}")
+    faults += [f"record {record} belongs to no group" for record in sorted(stored - owned)]
+    faults += [f"scores of record {r} are stored without it" for (r,) in tx.scores.all_keys() if r not in stored]
+    return faults
+
+
+def _lease_faults(tx: Transaction) -> Iterator[str]:
+    """Yield leases that are closed, or of two groups."""
+    groups: dict[int, int] = {}
+    for (group_id,), group in tx.groups.all_items():
+        if not group.lease_id:
+            continue
+        if group.phase != "open" or group.lease_id in groups:
+            yield f"lease {group.lease_id} of group {group_id} is closed, or that of group {groups.get(group.lease_id)}"
+        groups[group.lease_id] = group_id
+
+
+def _partial_faults(tx: Transaction) -> Iterator[str]:
+    named: set[tuple[int, ...]] = set()
+    for (group_id,), group in tx.groups.all_items():
+        named |= {(group_id, index) for index in group.partials}
+        if stray := {*group.partials, *group.resting} - {*group.missing()}:
+            yield f"group {group_id} has tokens of samples {sorted(stray)[:MAX_NAMED]}, which are not missing"
+    stored = {key: group_of(block) for key, block in tx.partials.all_items()}
+    for key in sorted(named ^ {key for key, group_id in stored.items() if key[0] == group_id}):
+        yield f"the first tokens of sample {key[-1]} of group {key[0]} are not there, or nobody names them"
+
+
+def _window_faults(tx: Transaction) -> Iterator[str]:
+    for (order,), waiting in tx.window.all_items():
+        if waiting.order != order or order >= tx.state.cursor:
+            yield (
+                f"prompt {waiting.prompt_id} waits as number {waiting.order} of the data's order, under key {order}; "
+                f"{tx.state.cursor} were taken"
+            )
+
+
+def _seen_faults(tx: Transaction) -> Iterator[str]:
+    """Yield actors whose row does not count their sequence numbers that arrived out of order."""
+    found, names = tx.seen.count_texts(), tx.actors.count_texts()
+    for name in sorted(names | found):
+        counted = tx.actors.require(name).num_seen_above if name in names else 0
+        if counted != found[name]:
+            yield f"'{name}' counts {counted} sequence numbers that came out of order, there are {found[name]}"
+
+
+def _draw_faults(tx: Transaction) -> Iterator[str]:
+    held: Counter[int] = Counter()
+    pending: Counter[int] = Counter()
+    for (step,), draw in tx.draws.all_items():
+        held.update(set(draw.group_ids))
+        yield from _sample_faults(tx, draw)
+        if step in tx.state.pending_draws:
+            pending.update(set(draw.group_ids))
+            if tx.state.pending_draws[step] != len(set(draw.group_ids)):
+                yield f"step {step} holds {len(set(draw.group_ids))} groups, the state says otherwise"
+    for (group_id,), group in tx.groups.all_items():
+        if (group.held, group.pending) != (held[group_id], pending[group_id]):
+            yield (
+                f"group {group_id} counts {group.held} recorded and {group.pending} unfinished draws, "
+                f"there are {held[group_id]} and {pending[group_id]}"
+            )
+        if (group.phase == "drawn") != (pending[group_id] > 0):
+            yield f"group {group_id} is {group.phase}, and {pending[group_id]} unfinished draws name it"
+
+
+def _sample_faults(tx: Transaction, draw: DrawRecord) -> Iterator[str]:
+    lengths: dict[int, int] = {}
+    for group in (tx.groups.require(group_id) for group_id in set(draw.group_ids)):
+        lengths.update(zip(group.records, group.lengths, strict=True))
+    stray = [record for record in draw.record_ids if record == NO_RECORD or record not in lengths]
+    if stray:
+        yield f"step {draw.step} names {len(stray)} records that its groups do not have, such as {stray[:MAX_NAMED]}"
+    elif draw.lengths != [lengths[record] for record in draw.record_ids]:
+        yield f"step {draw.step} has other lengths than the groups say for its records"
+
+
+class Compacted(NamedTuple):
+    """Size of a store's file before and after."""
+
+    folder: Path
+    before_bytes: int
+    after_bytes: int
+
+
+def compact(folder: Path) -> Compacted:
+    """Compact the store of a buffer folder.
+
+    Raises:
+        StoreError: its service runs, it cannot be read, or there is no room for a second copy; nothing has changed.
+    """
+    Store(folder, None).close()  # it can be read, and was not cut off
+    lock = own(folder)
+    try:
+        return _compact(folder)
+    finally:
+        os.close(lock)
+
+
+def _compact(folder: Path) -> Compacted:
+    data, new = folder / DATA, folder / _NEW
+    before = data.stat().st_size
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=len(TABLES), map_size=before) as env:
+            _copy(env, new)
+            _check_same(env, new)
+        sync(new / DATA)
+        after = (new / DATA).stat().st_size
+        (new / DATA).replace(data)
+        # Its reader table is of the old file: a process that opens the new one makes a table of its own.
+        (folder / _LOCK).unlink(missing_ok=True)
+        sync(folder)
+    except (OSError, lmdb.Error) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(
+            f"the buffer in {folder} could not be compacted ({error}); it is as it was. The copy needs as much free "
+            "space as the store has live data"
+        ) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return Compacted(folder, before, after)
+
+
+def _copy(env: lmdb.Environment, folder: Path) -> None:
+    env.copy(str(folder), compact=True)
+
+
+def _check_same(old: lmdb.Environment, new: Path) -> None:
+    """Compare every row of every table; StoreError if the copy differs."""
+    size = (new / DATA).stat().st_size
+    with lmdb.open(str(new), readonly=True, lock=False, max_dbs=len(TABLES), map_size=size) as copy:
+        with old.begin() as tx:
+            names = [bytes(name) for name in tx.cursor().iternext(keys=True, values=False)]
+        tables = [(name, old.open_db(name, create=False), copy.open_db(name, create=False)) for name in names]
+        with old.begin(buffers=True) as theirs, copy.begin(buffers=True) as ours:
+            for name, before, after in tables:
+                rows = zip(theirs.cursor(db=before), ours.cursor(db=after), strict=False)
+                same = theirs.stat(before)["entries"] == ours.stat(after)["entries"]
+                if not same or any(row != copied for row, copied in rows):
+                    raise StoreError(
+                        f"the compacted copy in {new} differs from the buffer in table '{name.decode()}'; it was "
+                        "removed, and the buffer is as it was. Check the disk, then try again"
+                    )

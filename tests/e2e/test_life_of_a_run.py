@@ -29,9 +29,8 @@ import zmq
 from safetensors.torch import load_file
 
 from buffer import protocol as p
-from buffer.offline.inspect import Inspection
+from buffer.offline.inspect import Inspection, check_store
 from buffer.offline.sample_file import export
-from buffer.offline.verify import check_store
 from launch.observe.trace import read
 from learner.checkpoint_meta import steps_in
 from tests.full import FULL

@@ -22,7 +22,7 @@ import numpy as np
 from buffer import schema
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
-from buffer.offline.verify import verify
+from buffer.offline.inspect import verify
 from buffer.rows import only
 from buffer.schema import Trajectory
 from buffer.store import Store

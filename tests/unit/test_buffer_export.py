@@ -14,10 +14,9 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.errors import StoreError
 from buffer.offline import inspect as inspecting
-from buffer.offline import verify as verifying
-from buffer.offline.inspect import Inspection
+from buffer.offline import inspect as verifying
+from buffer.offline.inspect import Inspection, compact, verify
 from buffer.offline.sample_file import STATE, export, version_bounds
-from buffer.offline.verify import compact, verify
 from buffer.rows import SPAN
 from buffer.store import Store, own
 from buffer.tables import Tries

@@ -17,10 +17,9 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.offline import recorded as recording
-from buffer.offline.inspect import Inspection
+from buffer.offline.inspect import Inspection, verify
 from buffer.offline.recorded import RECORDED_VERSION, Recorded, fill, survey
 from buffer.offline.sample_file import BadRows, export
-from buffer.offline.verify import verify
 from buffer.store import Store, own
 from common.staleness import PolicyVersion
 from launch.offline import num_steps_of

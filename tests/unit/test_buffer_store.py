@@ -15,7 +15,7 @@ from buffer import pages, schema
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
-from buffer.offline.verify import check_store
+from buffer.offline.inspect import check_store
 from buffer.rows import SCHEMA_VERSION
 from buffer.store import Store, own
 from buffer.tables import Identity

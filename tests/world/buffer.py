@@ -24,7 +24,7 @@ from buffer.core import BufferCore
 from buffer.errors import BufferRefused
 from buffer.index import GroupIndex, Weights
 from buffer.ingest import Pushes
-from buffer.offline.verify import verify
+from buffer.offline.inspect import verify
 from buffer.rows import RowBytes, records_in
 from buffer.schema import HANDED_ON, Trajectory, VersionSpan
 from buffer.store import Store

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from buffer.config import BufferConfig
 from buffer.errors import BufferError
-from buffer.offline.verify import check_store
+from buffer.offline.inspect import check_store
 from buffer.service import BufferService, keep_memory
 from buffer.store import Store
 from common.run import RunFacts
