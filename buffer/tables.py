@@ -314,7 +314,7 @@ class Group(msgspec.Struct):
         return min(bounds, default=0)
 
     def tallies(self) -> Mapping[str, int]:
-        """What `offline.verify.recount` counts of this group, but for samples in flight."""
+        """What `offline.inspect.recount` counts of this group, but for samples in flight."""
         counts = {state: self.sample_states.count(state) for state in COMMITTED_STATES}
         return {"issued": self.issued, "failed": self.failed, "handed_on": self.handed_on, **counts}
 

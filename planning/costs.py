@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from actors.engine_output import Sums
+from common.sums import Sums
 
 Floats = npt.NDArray[np.float64]
 
