@@ -7,14 +7,14 @@ from launch.host import check_folder
 from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 180,
-    "lines": 47_049,
-    "lines without planning": 41_616,
-    "lines of buffer": 8_370,
-    "lines of launch": 12_261,
+    "files": 177,
+    "lines": 46_694,
+    "lines without planning": 41_261,
+    "lines of buffer": 8199,
+    "lines of launch": 12_260,
     "lines of shell": 910,
     "lines of the report's page": 428,
-    "lines of examples": 1_033,
+    "lines of examples": 1033,
     "longest file": 473,
     "longest function": 57,
     "modules imported by exactly one other": 33,
