@@ -106,15 +106,12 @@ class Engine:
 
     @classmethod
     async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
-        """Start an engine, which takes 20 to 30 seconds on CPU and blocks the event loop. Give every actor another
+        """Start an engine, which takes 20 to 30 seconds on CPU and blocks the event loop. Each actor needs another
         seed.
 
         `model_path` is a checkpoint from `common.serving_model.prepare_serving_model`, `version` that of its weights.
-
-        Raises:
-            ModelFolderError: the checkpoint is incomplete.
-            EngineDead: the engine did not come up.
-            OSError: there is no place for its sockets.
+        ModelFolderError if it is incomplete, EngineDead if the engine does not come up, OSError without a place for its
+        sockets.
         """
         facts = check_model_folder(model_path)
         load_engine(config)
@@ -234,7 +231,7 @@ class Engine:
         llm = self._alive()
         version = self.version
         # prefixes cached under one version are never reused under another
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=version.key)
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
         request_id = f"r{next(self._numbers)}"
         # requests with a long prefix are preempted last: most would have to be computed anew
         num_there = 0 if prefix is None else len(prefix.token_ids)
@@ -256,6 +253,9 @@ class Engine:
         if final is None:
             raise RequestRefused("vLLM ended a request without an output")
         return version, final
+
+    def _cache_salt(self) -> str:
+        return self.version.key
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
         """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.

@@ -65,16 +65,7 @@ class Parts:
 
 
 async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
-    """Start the parts of an actor, the cheap and error-prone ones first; on failure stop what was started.
-
-    Raises:
-        TaskError: the task, a reward or the tokenizer is not as the configuration says.
-        ModelFolderError: the checkpoint is incomplete.
-        EngineDead: the engine does not start.
-        BufferError: the buffer does not answer, or refuses this run.
-        TransferFailed: neither the weights folder nor the weight service can be reached.
-        OSError: the copy that engines serve cannot be written.
-    """
+    """Start the parts of an actor, the cheap and error-prone ones first; on failure stop what was started."""
     facts, config, name = context.facts, context.config, actor_name(number)
     threads = DaemonThreads(f"{name}-start", max_threads=2)
     task, codec = await threads.run(_load, context)
@@ -164,11 +155,8 @@ class ActorLoop:
     async def start(self) -> None:
         """Load the task, start the engine, greet the buffer, and pull weights if the store is ahead.
 
-        Raises:
-            TaskError: the task is not as the configuration says.
-            EngineDead: the engine does not start.
-            PolicyTimeout: the newest weights could not be applied in time.
-            BufferError: the buffer does not answer, or refuses this run.
+        Raises what the parts raise: TaskError, ModelFolderError, EngineDead, BufferError, TransferFailed, OSError; and
+        PolicyTimeout if the newest weights could not be applied in time.
         """
         parts = await self._assemble(self._context, self._number)
         facts, sections, config = self._context.facts, self._context.config, self._config

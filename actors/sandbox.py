@@ -109,14 +109,12 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
         ("uid_map", f"{user[0]} {user[1]} 1"),
         ("gid_map", f"{group[0]} {group[1]} 1"),
     ):
-        with open(f"/proc/self/{file}", "w", encoding="ascii") as map_file:
-            map_file.write(text)
+        _write_to(f"/proc/self/{file}", text)
 
 
-def _allow_no_namespaces() -> None:
-    """In a namespace of its own a program could mount, and fill the memory of the machine."""
-    with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as most:
-        most.write("0")  # a container may have /proc/sys read-only
+def _write_to(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
 
 
 def die_with_parent() -> None:
@@ -153,7 +151,9 @@ def serve(parent: str) -> None:
             user, group = os.geteuid(), os.getegid()
             _unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC)
             _map_ids((NOBODY, user), (NOBODY, group))
-            _allow_no_namespaces()
+            # in one of its own a program could mount, and fill the memory; a container may have /proc/sys read-only
+            with contextlib.suppress(OSError):
+                _write_to("/proc/sys/user/max_user_namespaces", "0")
     except OSError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)

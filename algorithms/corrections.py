@@ -259,12 +259,10 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
     Returns:
         `mismatch/k1` mean(log mu - log pi) and `mismatch/k3` mean(rho - 1 - log rho), estimates of KL(mu || pi);
         `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on fresh tokens, where any difference is an
-            implementation gap
-        (None if there are none); `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`, `ess_sequence` of rho; of
-            the
-        applied weights `*_truncated` and `off_policy/masked_frac`, the share of tokens that weigh 0. Without a finite
-        behaviour log-probability for every token, all but `lag0_tokens` are None, and those of applied weights left
-            out.
+        implementation gap (None if there are none); `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`,
+        `ess_sequence` of rho; of the applied weights `*_truncated` and `off_policy/masked_frac`, the share of tokens
+        that weigh 0. Without a finite behaviour log-probability for every token, all but `lag0_tokens` are None, and
+        those of applied weights left out.
     """
     log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
     if log_rho_T.numel() == 0 or not bool(torch.isfinite(log_rho_T).all()):

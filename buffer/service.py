@@ -392,6 +392,12 @@ class BufferService:
             return p.Refused(str(error)), b""
 
 
+def in_own_process(config: BufferConfig, facts: RunFacts, folder: Path, *, keys: ServiceKeys | None) -> BufferService:
+    """Make the service of a process that hosts nothing else."""
+    keep_memory()
+    return BufferService(config, facts, folder, keys=keys)
+
+
 class Credits:
     """Divides the memory that the service has for messages on their way into the store."""
 

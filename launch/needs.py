@@ -88,7 +88,10 @@ class MachineNeeds:
             if not pool.config.gpus
         )
         num_stages = learner.num_stages * learner.num_replicas
-        stages = num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + _in_stages(config, num_trained) * num_served
+        per_parameter = num_trained * (CHECKPOINT_BYTES + TRAINED_BYTES * _trains_on_cpu(config))
+        stages = (
+            num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + learner.num_replicas * per_parameter * num_served
+        )
         stages += _frozen_bytes(config, num_served)
         disk = {
             "buffer": _buffer_bytes(config),
@@ -130,11 +133,6 @@ def _num_served(sizes: Mapping[str, int]) -> int:
     return sum(sizes.values()) + sum(
         size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes
     )
-
-
-def _in_stages(config: Config, num_trained: int) -> int:
-    """Return the bytes of host memory per parameter of all stages, without what they publish."""
-    return config.learner.num_replicas * num_trained * (CHECKPOINT_BYTES + TRAINED_BYTES * _trains_on_cpu(config))
 
 
 def _trains_on_cpu(config: Config) -> bool:

@@ -1,12 +1,10 @@
 """Exact block-diagonal causal attention over packed sequences, without a mask of the budget squared.
 
-With flash attention (CUDA, 16-bit floats) all T packed tokens of a micro-batch are one call, which is told where its
-sequences end. Elsewhere the sequences are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per
-bucket, run through SDPA with `is_causal`, and scattered back. Padding stands to the right of every sequence, so no real
-token attends to it: the result is exact, and so is its gradient. A prompt that several sequences share asks once, as
-part of the first; the others ask from their completions alone, and only its keys and values are gathered for each. In a
-grid those are sequences with equally long prompts, under a mask [Q, L]; a short prompt asks anew for each, which is
-cheaper. A sliding window is a band mask [Q, L] if a bucket is longer than it. Soft-capped scores (Gemma 2), which
+With flash attention (CUDA, 16-bit floats) all T packed tokens of a micro-batch are one call. Elsewhere the sequences
+are bucketed by power-of-two length, gathered into a padded grid [N, H, L, D] per bucket, run through SDPA, and
+scattered back; padding stands to the right, so no real token attends to it. A prompt that several sequences share asks
+once, as part of the first; the others ask from their completions alone, in a grid of sequences with equally long
+prompts, under a mask [Q, L]; a short prompt asks anew for each, which is cheaper. Soft-capped scores (Gemma 2), which
 neither kernel knows, are computed a block of queries at a time, again in the backward pass. The function is registered
 with Transformers under `IMPLEMENTATION`; layers pass the layout through.
 """

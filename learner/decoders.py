@@ -1,12 +1,9 @@
 """Decoders: the families that the learner trains, what their layers cost, and how they are split into chunks.
 
-A family's forward is embedding, layers, norm and head. What differs inside a module (scaled embeddings, norms that add
-one, query scalings) comes with Transformers' own modules. Imports neither torch nor transformers.
-
-The cost is counted in floating-point operations per token of a training step, from the model's config alone: a layer's
-products and its attention at a typical length; the head, as if its logits were always computed twice; the embedding, a
-lookup whose dense gradient is written for every micro-batch. A rank holds one chunk, or several that an interleaved
-schedule takes in turn.
+What differs inside a module (scaled embeddings, norms that add one) comes with Transformers' own modules. Imports
+neither torch nor transformers. Costs are floating-point operations per token of a training step, from the model's
+config alone: a layer's products and its attention at a typical length; the head, as if its logits were always computed
+twice; and the embedding, a lookup whose dense gradient is written for every micro-batch.
 """
 
 from __future__ import annotations
@@ -232,11 +229,9 @@ def split_layers(
 ) -> list[tuple[int, int]]:
     """Return (first, end) of each chunk's layers: as `layers_per_chunk` says, or balanced by cost.
 
-    `frozen`: a model beside the one of `layers_per_chunk`, which holds for it only if it has as many layers.
-        `recomputed`:
-    every layer is computed again in the backward pass.
-
-    ValueError if the family is unknown, there are more chunks than layers, or `layers_per_chunk` does not fit.
+    `frozen`: a model beside the one of `layers_per_chunk`, which holds for it only if it has as many layers. With
+    `recomputed` every layer is computed again in the backward pass. ValueError if the family is unknown, there are more
+    chunks than layers, or `layers_per_chunk` does not fit.
     """
     if layers_per_chunk is not None and (not frozen or sum(layers_per_chunk) == config.num_hidden_layers):
         return _as_told(layers_per_chunk, num_chunks, config.num_hidden_layers)

@@ -43,11 +43,7 @@ def export_checkpoint(
 ) -> ExportedModel:
     """Write the policy in a checkpoint as a folder for `from_pretrained`; it appears whole or not at all.
 
-    Args:
-        checkpoint: `step-N` of a run.
-        model_path: the model that training started from: its config and tokenizer are copied.
-        out: does not exist yet.
-        shard_bytes: size of a file of weights.
+    `model_path` is the model that training started from: its config and tokenizer are copied. `out` does not exist yet.
 
     Raises:
         DamagedCheckpoint: a file of the checkpoint is not what was written.

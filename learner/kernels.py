@@ -1,22 +1,15 @@
-"""Fused kernels for what torch computes element by element: a library's, if installed, and our own.
-
-Without them a norm, a rotation, a gate and a softmax are ten and more passes over memory each. Kernels (Triton) do each
-in one or two, forward and backward, and keep less for the backward pass.
+"""Fused kernels (Triton) for what torch computes element by element in many passes over memory; docs/gpu.md.
 
     layer       its two norms and the sum between them, of layers that norm before each block and add after it (all
                 families but Gemma's), by `learner.row_kernels`
     norm        every other RMS norm, by liger-kernel, with the offset and the rounding of its family; the incoming
                 gradient is left as it is: where a norm's output is added to states (Gemma), theirs is the same tensor
     gate        act(gate) * up of an MLP, for SiLU and the tanh form of GELU; its gradient overwrites its inputs
-    rotation    of queries and keys, in the module of the model's attention, where layers look it up; the kernel takes
-                16 bits on CUDA, and torch all other
-    softmax     of a chunk of the head's logits, by `learner.row_kernels`: liger-kernel's output is as wide as the
-                logits, and it waits for the device in every call
+    rotation    of queries and keys, in the module of the model's attention, where layers look it up
+    softmax     of a chunk of the head's logits, by `learner.row_kernels`
 
-The head stays two products of torch around that softmax. The library's `fused_linear_cross_entropy` rounds logits to 16
-bits, knows no temperature, and reads the head once for every tokens * width / words tokens. Its
-`fused_linear_scaled_cross_entropy` rounds logits to float16, sums the head's gradient in bfloat16, has no soft cap, and
-makes both gradients in one node. Both take four products, and ours three of the tokens whose probabilities it keeps.
+The head stays two products of torch around that softmax: the library's fused heads round logits to 16 bits, and take
+four products where ours take three for tokens whose probabilities are kept.
 """
 
 from __future__ import annotations

@@ -151,7 +151,10 @@ def join_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         # a bare name would be a prefix
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-    listening = _listen(place.hostname, place.port) if rank == 0 else None
+    listening = None
+    if rank == 0:  # on this address alone; torch's own would listen on all. The store closes it
+        family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
+        listening = socket.create_server((place.hostname, place.port), family=family, backlog=1024).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
         place.hostname, place.port, num_ranks, rank == 0, meets_within or timeout, master_listen_fd=listening
     )
@@ -166,12 +169,6 @@ def join_group(
         # else NCCL guesses it from the thread of the first collective; for sends between stages see docs/learner.md
         device_id=device if on_gpu else None,
     )
-
-
-def _listen(host: str, port: int) -> int:
-    """Return a socket that listens on this address alone; torch's own would listen on all. The store closes it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024).detach()
 
 
 def _interface_to(host: str, port: int) -> str | None:

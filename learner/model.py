@@ -78,8 +78,7 @@ class DeviceBatch:
 
 
 class StageModule(nn.Module):
-    """One stage, or one chunk of one: [1, L] tokens or [1, L, hidden] states in; states out, or the output of the
-    heads.
+    """One stage, or one chunk of one: [1, L] tokens or [1, L, hidden] states in; states out, or the heads' output.
 
     The latter is [1, L]: the log-probability of the token, or ("value") the value of the state before it; both are 0 if
     it is not a completion token. With "token_and_value" it is [1, 2, L].

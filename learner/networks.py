@@ -161,12 +161,12 @@ class Networks:
         if self._fused is not None:
             of_values = self._carry(None if rows is None else rows[1:], batch, to_last=False)
             own = (None if rows is None else rows[:1], of_values)
-            self._fused.train(batch, [None if each is None else _Spread(each, batch) for each in own])
+            self._fused.train(batch, [None if each is None else _spread(each, batch) for each in own])
             return
         for network in self.all:
             module, coefficients = network.modules[-1], None
             if rows is not None:
-                coefficients = _Spread(rows[: module.num_heads], batch)
+                coefficients = _spread(rows[: module.num_heads], batch)
                 rows = rows[module.num_heads :]
             network.pipeline.train(batch, coefficients)
 
@@ -206,7 +206,7 @@ class Networks:
         as `gradient`, but on the last stages.
         """
         assert self.critic is None, "values are leaves of the whole batch"
-        coefficients = None if gradient is None else _Asked(gradient, batch)
+        coefficients = None if gradient is None else _asked(gradient, batch)
         found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch, self.mesh)
         return None if found is None else found[0]
 
@@ -236,32 +236,26 @@ def gather_tokens(outputs: Tensor | None, batch: DeviceBatch, mesh: Mesh) -> Ten
     return tokens
 
 
-class _Spread:
-    """Coefficients [heads, T] of the whole batch, by micro-batch of this replica."""
-
-    def __init__(self, rows: Tensor, batch: DeviceBatch) -> None:
-        packed, output_T = batch.packed, batch.output_T
-        own_T = output_T >= 0
-        flat = rows.new_zeros(len(rows), packed.num_micro_batches * packed.width)
-        flat[:, output_T[own_T]] = rows[:, own_T]
-        self._by_micro_batch = flat.view(len(rows), packed.num_micro_batches, packed.width)
-
-    def __call__(self, micro_batch: int, outputs: Tensor) -> Tensor:
-        return self._by_micro_batch[:, micro_batch].reshape(outputs.shape)
+def _spread(rows: Tensor, batch: DeviceBatch) -> Coefficients:
+    """Split coefficients [heads, T] of the whole batch by micro-batch of this replica."""
+    packed, output_T = batch.packed, batch.output_T
+    own_T = output_T >= 0
+    flat = rows.new_zeros(len(rows), packed.num_micro_batches * packed.width)
+    flat[:, output_T[own_T]] = rows[:, own_T]
+    by_micro_batch = flat.view(len(rows), packed.num_micro_batches, packed.width)
+    return lambda micro_batch, outputs: by_micro_batch[:, micro_batch].reshape(outputs.shape)
 
 
-class _Asked:
-    """Coefficients of log-probabilities, asked for when the outputs of a micro-batch are there."""
+def _asked(gradient: Gradient, batch: DeviceBatch) -> Coefficients:
+    """Ask for coefficients of log-probabilities when the outputs of a micro-batch are there."""
 
-    def __init__(self, gradient: Gradient, batch: DeviceBatch) -> None:
-        self._gradient = gradient
-        self._batch = batch
-
-    def __call__(self, micro_batch: int, outputs: Tensor) -> Tensor:
-        where, at = self._batch.predicted[micro_batch], self._batch.completions[micro_batch]
+    def coefficients(micro_batch: int, outputs: Tensor) -> Tensor:
+        where, at = batch.predicted[micro_batch], batch.completions[micro_batch]
         flat = outputs.flatten()
-        found = self._gradient(where, flat[at])
+        found = gradient(where, flat[at])
         return torch.zeros_like(flat).index_copy(0, at, found.to(flat.dtype)).view(outputs.shape)
+
+    return coefficients
 
 
 def load_chunks(

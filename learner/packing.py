@@ -1,19 +1,18 @@
 """Packing: whole sequences into micro-batches of one shape, and micro-batches onto replicas.
 
-    best fit   longest first, each into the fullest micro-batch that takes it: a least number. Every replica runs as
-               many, and a schedule asks for a least number: there may have to be more
-    spread     over that number, each sequence into the cheapest micro-batch that takes it; if one finds no room, the
-               layout of best fit stands
+    best fit   longest first, each into the fullest micro-batch that takes it: a least number
+    spread     over that number, or more if a schedule asks for it: each sequence into the cheapest micro-batch that
+               takes it; if one finds no room, the layout of best fit stands
     deal       onto the replicas, equal counts, the dearest replica cheap
     order      within a replica: from the cheapest up to the dearest, and down again
     whole      all of it with groups or prompts in the place of sequences, if a loss compares no further or samples
                share prompts
-    lay out    sequences with the same prompt in a micro-batch have it there once: it is computed once
+    lay out    sequences with the same prompt in a micro-batch have it there once
 
-Every micro-batch is [1, L] with L = token_budget: real sequences side by side, padding on the right. One shape lets the
-pipeline keep its buffers, and whole sequences keep attention and positions exact; a stage computes no padding.
-Attention gathers a prompt's keys for each sequence, so a budget is filled as if none were shared. All of it follows
-from the sequences alone: every rank finds the same packing.
+Every micro-batch is [1, L] with L = token_budget: one shape lets the pipeline keep its buffers. Attention gathers a
+prompt's keys for each sequence, so a budget is filled as if none were shared. All of it follows from the sequences
+    alone:
+every rank finds the same packing.
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ class Pipeline:
         finally:
             for module in self.modules:
                 module.batch = None
-        self._tidy(key)
+        # the other pipelines of this rank need the memory in their passes
+        self._schedules[key].clear()
+        if self._buffer_bytes(key) > KEPT_BYTES:
+            del self._schedules[key]
         return outputs
 
     def _step(self, key: ScheduleKey, schedule: Schedule, batch: DeviceBatch) -> Tensor | None:
@@ -127,12 +130,6 @@ class Pipeline:
                 self._schedules.clear()
             self._schedules[key] = self._build(*key)
         return self._schedules[key]
-
-    def _tidy(self, key: ScheduleKey) -> None:
-        """After a pass: the other pipelines of this rank need the memory in theirs."""
-        self._schedules[key].clear()
-        if self._buffer_bytes(key) > KEPT_BYTES:
-            del self._schedules[key]
 
     def _buffer_bytes(self, key: ScheduleKey) -> int:
         """Of states received on the way out, and of gradients on the way back.

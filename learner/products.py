@@ -1,27 +1,22 @@
 """Products of matrices that the learner computes itself: of embeddings, linear maps and the head.
 
-In bfloat16, modules hold roundings of the float32 masters that an optimizer moves, made anew once per update: no weight
-is cast for a micro-batch. Every weight is rounded, norms and biases too: a 16-bit engine serves just these values. The
-gradient of a rounding is that of its master, float32: on a GPU each micro-batch's product is added to it unrounded. On
-a CPU, and with a schedule that takes gradients of inputs and of weights apart, it is a product in bfloat16 that is
-widened and added. States between layers stay float32, or are rounded as in the engine (learner.residual). Norms compute
-in float32 and hand bfloat16 to the products that read them.
+In bfloat16, modules hold roundings of the float32 masters, made anew once per update (docs/learner.md). The gradient of
+a rounding is that of its master, float32: on a GPU each micro-batch's product is added to it unrounded. On a CPU, and
+with a schedule that takes gradients of inputs and of weights apart, it is a product in bfloat16 that is widened and
+added.
 
 The head gives log-probabilities of given tokens without all logits at once. With z = logits / temperature, log pi(y) is
-z_y - logsumexp(z). Logits exist a chunk of tokens at a time, in the backward pass too. The gradient of log pi(y) with
-respect to a hidden state h does not depend on the loss but for one factor c per token,
+z_y - logsumexp(z). Logits exist a chunk of tokens at a time, in the backward pass too. The gradient
 
-    d log pi(y) / dh = (W_y - sum_v p_v W_v) / temperature,
+    d log pi(y) / dh = (W_y - sum_v p_v W_v) / temperature
 
-so the forward pass, which has p at hand, computes it at once ([n, hidden]), and the backward pass of h is a product
-with c. The gradient of the head,
+depends on the loss by one factor c per token alone, so the forward pass computes it at once ([n, hidden]). The other,
 
     dL/dW_v = sum_t c_t (1[y_t = v] - p_tv) h_t / temperature,
 
-needs all c first. So the first pass keeps p, rounded as products read it, of as many chunks as it may, and the backward
-pass makes it again for the others. The two are separate nodes of the graph, since a zero-bubble schedule asks for
-gradients of inputs and of weights at different times. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply p_v
-and 1[y = v] by 1 - tanh^2.
+needs all c first: the first pass keeps p, rounded as products read it, of as many chunks as it may, and the backward
+pass makes it again for the others. The two are separate nodes of the graph, for a zero-bubble schedule asks for them at
+different times. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply p_v and 1[y = v] by 1 - tanh^2.
 """
 
 from __future__ import annotations
@@ -61,25 +56,19 @@ def round_parameters(module: nn.Module, *, but: Callable[[str], bool]) -> dict[s
         for name, parameter in module.named_parameters()
         if parameter.dtype != COMPUTED and not but(name)
     }
-    module.load_state_dict({name: _rounding_of(master) for name, master in masters.items()}, strict=False, assign=True)
+    roundings = {}
+    for name, master in masters.items():
+        roundings[name] = nn.Parameter(master.detach().to(COMPUTED), requires_grad=master.requires_grad)
+        roundings[name].grad_dtype = master.dtype
+    module.load_state_dict(roundings, strict=False, assign=True)
     return masters
-
-
-def _rounding_of(master: nn.Parameter) -> nn.Parameter:
-    rounding = nn.Parameter(master.detach().to(COMPUTED), requires_grad=master.requires_grad)
-    rounding.grad_dtype = master.dtype
-    return rounding
 
 
 def narrow_norms(layers: nn.Module) -> None:
     """Have every norm of some layers give what products read, so that not each of them casts it again."""
     for name, module in layers.named_modules():
         if name.endswith(_NORM):
-            module.register_forward_hook(_narrowed)
-
-
-def _narrowed(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-    return output.to(COMPUTED)
+            module.register_forward_hook(lambda _module, _inputs, output: output.to(COMPUTED))
 
 
 # --- products -------------------------------------------------------------------------------------

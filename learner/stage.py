@@ -88,10 +88,8 @@ class Stage:
     def setup(self) -> None:
         """Load everything, resume from the newest checkpoint and publish the version that training starts at.
 
-        Raises:
-            StageLost: not all stages came to the rendezvous within `collective_timeout_s`, or loaded within
-                `startup_timeout_s`.
-            TimeoutError: the buffer service did not answer the coordinator; the text names it.
+        StageLost if not all stages come to the rendezvous or load in time; TimeoutError, which names it, if the buffer
+        service does not answer the coordinator.
         """
         self._guard(self._setup, "set up")
 

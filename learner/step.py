@@ -195,7 +195,8 @@ class TrainStep:
         assert part.old is not None, "the coordinator has the last stage"
         assert part.reference_T is not None, "the coordinator has the last stage"
         evaluation = self.evaluator.evaluate(part.batch, leaves, part.old, part.reference_T)
-        part.draw.remember(part.where_T, evaluation.weights_T)
+        if evaluation.weights_T is not None:
+            part.draw.applied_T[part.where_T] = evaluation.weights_T
         return evaluation
 
 
@@ -221,7 +222,7 @@ class _Part:
         """Take the leaves of this update's pass for those of the start, if there was no pass for those."""
         if self.old is None:
             self.old = leaves
-            self.draw.begun_with(self)
+            self.draw.first = self.draw.first or self
 
 
 class _Draw:
@@ -237,31 +238,24 @@ class _Draw:
     ) -> None:
         self.batch = batch
         self._old = old
-        self._first: _Part | None = None
+        self.first: _Part | None = None
+        """The first part that met the policy, which was as at the start."""
         self._on_device = on_device
         self._networks = networks
         self._reference_T = reference_T
         wide = torch.promote_types(networks.policy.dtype, torch.float32)
-        self._applied_T = torch.full((len(batch.sequence_T),), torch.nan, dtype=wide, device=networks.policy.device)
+        self.applied_T = torch.full((len(batch.sequence_T),), torch.nan, dtype=wide, device=networks.policy.device)
+        """The applied importance weights; NaN stands for none."""
 
     def part(self, sequences: IntArray, version: int) -> _Part:
         """Return some of its sequences, to be trained at a version."""
-        where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self._applied_T.device)
+        where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self.applied_T.device)
         old = None if self._old is None else self._old.of(where_T)
         reference_T = None if self._reference_T is None else self._reference_T[where_T]
         if len(sequences) == self.batch.rows.num_rows:
             return _Part(self, replace(self.batch, version=version), self._on_device, where_T, reference_T, old)
         batch = self.batch.part(sequences, version)
         return _Part(self, batch, self._networks.on_device(batch.packed), where_T, reference_T, old)
-
-    def remember(self, where_T: Tensor, weights_T: Tensor | None) -> None:
-        """Note the applied importance weights of some tokens; NaN stands for none."""
-        if weights_T is not None:
-            self._applied_T[where_T] = weights_T
-
-    def begun_with(self, part: _Part) -> None:
-        """Note a part that met the policy; the first one met it as at the start."""
-        self._first = self._first or part
 
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
         """On the coordinator: return how far the data were from the policy when the draw began; of lag 0 by actor too.
@@ -270,11 +264,11 @@ class _Draw:
         """
         if not self._networks.mesh.place.is_coordinator:
             return {}, {}
-        start = self._first or self.part(np.arange(self.batch.rows.num_rows), self.batch.version)
+        start = self.first or self.part(np.arange(self.batch.rows.num_rows), self.batch.version)
         assert start.old is not None, "the coordinator has the last stage"
         assert start.reference_T is not None, "the coordinator has the last stage"
         inputs = start.batch.loss_inputs(start.old, start.old, start.reference_T, start.batch.version)
-        applied_T = self._applied_T[start.where_T]
+        applied_T = self.applied_T[start.where_T]
         applied = bool(torch.isfinite(applied_T).all()) and applied_T.numel() > 0
         found = distance(start.batch, inputs, applied_T if applied else None)
         return found, lag0_by_actor(start.batch, start.old.logprobs_T)

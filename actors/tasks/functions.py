@@ -193,7 +193,9 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
-    _check_arguments(reference, [one.name for one in parameters if _required(one)], columns)
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in variadic]
+    _check_arguments(reference, required, columns)
     wanted = [name for name in columns if takes_all or name in named]
 
     def arguments(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
@@ -209,8 +211,3 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
         return function(**arguments(problems, completions))
 
     return call
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-    variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return parameter.default is inspect.Parameter.empty and not variadic

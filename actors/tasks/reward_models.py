@@ -58,8 +58,7 @@ def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool
 
 
 def load_judge(name: str, config: Judge, columns: Collection[str]) -> Call:
-    """Return the judge as a reward function, whose samples are rated at once; TaskError as `check_judge` without
-    asking.
+    """Return the judge as a reward function, whose samples are rated at once; TaskError as `check_judge` without `ask`.
 
     An endpoint that is busy (429), fails (5xx) or is away is asked again, after as long as it says (two minutes at
     most) or with growing pauses, until `timeout_s` is over. Only then, or if it refuses, or rates nothing, or if the
@@ -310,7 +309,12 @@ def load_classifier(name: str, config: Classifier) -> Call:
         ]
         encoded = tokenizer(texts, add_special_tokens=not config.chat)["input_ids"]
         fit = [number for number, ids in enumerate(encoded) if ids and (limit is None or len(ids) <= limit)]
-        values: list[float | NoScore | None] = [_unscored(len(ids), limit) for ids in encoded]
+        values: list[float | NoScore | None] = [
+            NoScore("too long for the reward model", f"{len(ids)} tokens, it was made for {limit}")
+            if ids
+            else NoScore("the reward model's tokenizer makes no token of the text")
+            for ids in encoded
+        ]
         # without a token of its own for padding a classifier cannot tell where a shorter text ends
         for batch in [fit] if pads and fit else [[number] for number in fit]:
             for number, value in zip(batch, score([encoded[number] for number in batch]), strict=True):
@@ -318,12 +322,6 @@ def load_classifier(name: str, config: Classifier) -> Call:
         return values
 
     return call
-
-
-def _unscored(num_tokens: int, limit: int | None) -> NoScore:
-    if not num_tokens:
-        return NoScore("the reward model's tokenizer makes no token of the text")
-    return NoScore("too long for the reward model", f"{num_tokens} tokens, it was made for {limit}")
 
 
 def _text(tokenizer: Any, config: Classifier, prompt: str, completion: str) -> str:  # noqa: ANN401 -- Transformers

@@ -113,7 +113,12 @@ def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Match
         pattern = re.compile(rule.pattern)
         if rule.column is None:
             return lambda answer, completion: pattern.search(completion) is not None
-        return lambda answer, completion: _last_group(pattern, completion) == answer.strip()
+
+        def equals_last_group(answer: str, completion: str) -> bool:
+            *_, last = [None, *pattern.finditer(completion)]
+            return last is not None and last[1] is not None and last[1].strip() == answer.strip()
+
+        return equals_last_group
     fold: Callable[[str], str] = str.casefold if rule.ignore_case else str
 
     def matches(answer: str, completion: str) -> bool | NoScore:
@@ -124,11 +129,6 @@ def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Match
         return fold(_between(completion, rule.answer_tag)) == right
 
     return matches
-
-
-def _last_group(pattern: re.Pattern[str], completion: str) -> str | None:
-    *_, last = [None, *pattern.finditer(completion)]
-    return None if last is None or last[1] is None else str(last[1]).strip()
 
 
 def _between(completion: str, tag: str | None) -> str:

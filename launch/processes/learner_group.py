@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -37,7 +37,7 @@ from launch.processes.role_process import (
     results,
 )
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
-from learner.config import LearnerConfig, LearnerSections
+from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import GpuFailed, StageLost
 
@@ -283,14 +283,12 @@ class LearnerGroup:
         ]
         self._enter(Phase.SETTING_UP, told)
 
-    def _config_of(self, rank: int) -> LearnerConfig:
-        reserved = self._reserved[rank]
-        return self._config.model_copy(update={"cpus": reserved.get("CPU", 0.0), "gpus": reserved.get("GPU", 0.0)})
-
     def _context_of(self, rank: int) -> RunContext[LearnerSections]:
         assert self._context is not None, "start() comes first"
-        config: Any = self._context.config
-        return replace(self._context, config=config.model_copy(update={"learner": self._config_of(rank)}))
+        reserved, config = self._reserved[rank], cast("Any", self._context.config)
+        own = {"cpus": reserved.get("CPU", 0.0), "gpus": reserved.get("GPU", 0.0)}
+        learner = self._config.model_copy(update=own)
+        return replace(self._context, config=config.model_copy(update={"learner": learner}))
 
     def _tell_to_stop(self) -> None:
         for stage in self._stages:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import ray
@@ -40,10 +41,8 @@ from weight_sync.store import PORT as WEIGHTS_PORT
 
 if TYPE_CHECKING:  # the process of a service, which imports this for its role, loads nothing that computes
     from buffer.config import BufferConfig
-    from buffer.service import BufferService
     from launch.checks import Plan
     from weight_sync.config import WeightSyncConfig
-    from weight_sync.service import WeightService
 
 R = TypeVar("R")
 
@@ -62,25 +61,24 @@ def interface(host: str | None, keys: ServiceKeys | None, *, is_cluster: bool) -
     return host
 
 
-class _ServiceRole(Role):
+class ServiceRole(Role):
     """Hosts a service, which serves at the address that the run gives it."""
-
-    _make: ClassVar[Callable[..., Any]]
-    """From its config, the facts or the id of the run, a folder and keys; imported in its own process alone."""
 
     def __init__(
         self,
         log: Path,
+        service: str,
         config: BufferConfig | WeightSyncConfig,
         run: RunFacts | str,
         folder: Path,
         keys: ServiceKeys | None,
         is_cluster: bool,
     ) -> None:
+        """Make the service by its dotted name, imported in this process alone, from the facts or the id of the run."""
         super().__init__(log)
         self._stop = threading.Event()
         host = interface(config.host, keys, is_cluster=is_cluster)
-        self._service = self._make(config.model_copy(update={"host": host}), run, folder, keys)
+        self._service = resolve_name(service)(config.model_copy(update={"host": host}), run, folder, keys=keys)
 
     def bind(self) -> str:
         """Open the store and the socket; return the address."""
@@ -91,27 +89,6 @@ class _ServiceRole(Role):
 
     def stop(self) -> None:
         self._stop.set()
-
-
-class BufferRole(_ServiceRole):
-    """Hosts the buffer service."""
-
-    @staticmethod
-    def _make(config: BufferConfig, facts: RunFacts, folder: Path, keys: ServiceKeys | None) -> BufferService:
-        from buffer.service import BufferService, keep_memory
-
-        keep_memory()
-        return BufferService(config, facts, folder, keys=keys)
-
-
-class WeightsRole(_ServiceRole):
-    """Hosts the weight service. It moves bytes, and loads nothing that computes."""
-
-    @staticmethod
-    def _make(config: WeightSyncConfig, run_id: str, folder: Path, keys: ServiceKeys | None) -> WeightService:
-        from weight_sync.service import WeightService
-
-        return WeightService(config, run_id, folder, keys=keys)
 
 
 class ServiceHost(ABC):
@@ -156,8 +133,8 @@ class ServiceHost(ABC):
         self.processes = []
 
     @abstractmethod
-    def _role(self) -> tuple[type, tuple[object, ...]]:
-        """Return the role that hosts it, and its arguments."""
+    def _service(self) -> tuple[object, ...]:
+        """Return the first arguments of its role after the log."""
 
     @property
     def _logs(self) -> str:
@@ -170,9 +147,9 @@ class ServiceHost(ABC):
         self.processes.append(process)
 
     def _spawn(self, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
-        role, arguments = self._role()
-        variables = self._plan.config.launch.env
-        return spawn(role, log, *arguments, on=here(), concurrency=3, variables=variables)
+        plan = self._plan
+        arguments = (*self._service(), plan.service_keys, plan.is_cluster)
+        return spawn(ServiceRole, log, *arguments, on=here(), concurrency=3, variables=plan.config.launch.env)
 
     def _start_again(self, process: RoleProcess) -> None:
         """Retry until it serves; an attempt that fails counts as a restart."""
@@ -247,9 +224,9 @@ class BufferHost(ServiceHost):
             self._client.close()
             self._client = None
 
-    def _role(self) -> tuple[type, tuple[object, ...]]:
+    def _service(self) -> tuple[object, ...]:
         plan = self._plan
-        return BufferRole, (self._config, self._facts, plan.folder.buffer, plan.service_keys, plan.is_cluster)
+        return "buffer.service:in_own_process", self._config, self._facts, plan.folder.buffer
 
 
 class WeightsHost(ServiceHost):
@@ -263,6 +240,6 @@ class WeightsHost(ServiceHost):
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve(deadline)
 
-    def _role(self) -> tuple[type, tuple[object, ...]]:
+    def _service(self) -> tuple[object, ...]:
         config, plan = self._plan.config.weight_sync, self._plan
-        return WeightsRole, (config, plan.run_id, plan.weights_folder, plan.service_keys, plan.is_cluster)
+        return "weight_sync.service:WeightService", config, plan.run_id, plan.weights_folder

@@ -27,8 +27,8 @@ MAX_RESTARTS = 3
 class Service:
     """Stands for a role that serves; binds the port it is told, or one that no other process had."""
 
-    def __init__(self, role, log, config, run_id, folder, keys, is_cluster, *, variables, **_: object) -> None:
-        self.role, self.folder, self.run_id, self.keys = role, folder, run_id, keys
+    def __init__(self, role, log, service, config, run_id, folder, keys, is_cluster, *, variables, **_: object) -> None:
+        self.service, self.folder, self.run_id, self.keys = service, folder, run_id, keys
         self.variables = variables
         self.has_ended = self.is_killed = False
         self.cannot_bind = False
