@@ -187,15 +187,19 @@ class MetricsFile:
             ) from None
 
     def append(self, row: Report) -> None:
-        """Append a row; null stands for what is not finite. A full disk keeps rows for the next call, not the step."""
+        """Append a row; null stands for what is not finite. On a full disk rows wait for the next call."""
         self._unwritten += msgspec.json.encode(row, enc_hook=float) + b"\n"
+        self.write()
+
+    def write(self) -> None:
+        """Write the rows that wait."""
         try:
             # opened anew: NFS shows a reader on another host what was written before a file was closed
             with self._path.open("r+b") as file:
                 file.seek(self._size)  # over what is left of a write that failed
                 file.write(self._unwritten)
         except OSError as error:
-            logger.warning("%s cannot be written, and is tried again after the next step: %s", self._path, error)
+            logger.warning("%s cannot be written; its rows wait for the next step: %s", self._path, error)
             return
         self._size += len(self._unwritten)
         self._unwritten = b""

@@ -375,6 +375,7 @@ class Stage:
         if self._publisher is not None:
             self._publisher.close(self._context.config.weight_sync.publish_timeout_s + 60.0)
         if self._coordinator is not None:
+            self._coordinator.metrics.write()
             self._coordinator.settle(heartbeats=False)
             self._coordinator.close()
 

@@ -3,7 +3,6 @@
 Everything is read from the run's folder, live, over or broken; the page says what is missing.
 
 data        RunData: all that is known of one run; its curves
-timeline    the trace of the run as lanes
 samples     the buffer: distributions, and the samples worth looking at
 charts      the charts of charts.toml with the values of the run, as JSON
 page        the page: answers, figures and tables (page.html, page.css); page.js draws the charts by uPlot

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
+from launch.observe.trace import Event
 from launch.observe.view import commonest
 from launch.report.data import Point, RunData, thinned
 from launch.report.samples import length_label
-from launch.report.timeline import lanes_of_run, lanes_of_steps
 from launch.text import shortened
 
 DASH = "\N{EN DASH}"
@@ -22,7 +22,9 @@ COLORS = ("c1", "c2", "c3", "c4", "c5", "c6")
 """Colours of the curves of a chart, as page.css names them."""
 FEW, LEAST_FOR_LINE = 12, 3
 """Curves of fewer points than the first have marks; those of fewer than the second have marks and no line."""
-MAX_NAME = 60
+MAX_NAME, MAX_SPANS = 60, 1500
+KINDS = ("state", "wait_for_batch", "step", "evaluate", "generate", "update")
+"""Kinds of spans in the order in which they are drawn."""
 FAILED = {
     "failed": "all",
     "failed_reward": "reward",
@@ -202,11 +204,28 @@ def _lengths(run: RunData, chart: Chart) -> Figure:
 
 
 def _steps(run: RunData, chart: Chart) -> Figure:
-    return Figure(chart) if run.timeline is None else Figure(chart, lanes_of_steps(run.timeline), words=chart.title)
+    """Return a few steps as lanes: place of the lane, kind, start and end in seconds of the run, and words."""
+    timeline = run.timeline
+    if timeline is None:
+        return Figure(chart)
+    start_s, end_s = timeline.window
+    marks: list[tuple[int, str, float, float, str]] = []
+    for lane, who in enumerate(timeline.lanes):
+        for kind in KINDS:
+            spans = [each for each in timeline.of(who, kind) if each.end_s > start_s and each.start_s < end_s]
+            for span in spans[:MAX_SPANS]:
+                times = (round(each - timeline.start_s, 4) for each in (span.start_s, span.end_s))
+                marks.append((lane, kind, *times, _words(span)))  # type: ignore[arg-type]  # of two times
+    span_s = [round(each - timeline.start_s, 3) for each in (start_s, end_s)]
+    return Figure(chart, {"kind": "lanes", "lanes": timeline.lanes, "marks": marks, "span": span_s}, words=chart.title)
 
 
-def _run(run: RunData, chart: Chart) -> Figure:
-    return Figure(chart) if run.timeline is None else Figure(chart, lanes_of_run(run.timeline), words=chart.title)
+def _words(span: Event) -> str:
+    args = span.args
+    version = f" to version {args['version']}" if span.cat == "update" and "version" in args else ""
+    lag = f", lag {args['lag_mean']:.2f} mean, {args.get('lag_max') or 0:g} greatest" if "lag_mean" in args else ""
+    tokens = f", {args['num_tokens']:,} tokens" if args.get("num_tokens") else ""
+    return f"{span.who}: {span.name}{version}, {span.end_s - span.start_s:.3f} s{lag}{tokens}"
 
 
 SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
@@ -215,7 +234,6 @@ SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
     "failed": _failed,
     "queue": _queue,
     "steps": _steps,
-    "run": _run,
     "lags": _lags,
     "lengths": _lengths,
 }

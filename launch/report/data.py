@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from buffer.errors import BufferError
+from launch.observe import trace
 from launch.observe.status import Accuracy, RunStatus, StatusError, StatusView, look
 from launch.report.samples import BufferData, read_buffer
-from launch.report.timeline import Timeline, read_timeline
 from launch.run_folder import RunFolder
 
 Point = tuple[float, float]
@@ -25,6 +25,8 @@ BUFFER_LIMIT_S = 12.0
 """Seconds for reading the buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT = 1200
 """Characters of an event on the page."""
+STEPS_SHOWN, MAX_LANES = 10, 16
+"""Steps that the timeline shows span by span, and its actors."""
 MAX_BUCKETS = 300
 """Buckets of a curve; each is drawn by its least and its greatest value."""
 TIMES = {
@@ -38,6 +40,47 @@ TIMES = {
     "other": "other",
 }
 """Metrics of a step -> what the learner's time is spent on; "other" is the rest of `time/step`."""
+
+
+class Timeline:
+    """The spans of a trace, in memory: a trace is bounded."""
+
+    def __init__(self, events: Iterable[trace.Event]) -> None:
+        self._spans: dict[tuple[str, str], list[trace.Event]] = {}  # by role and kind
+        self.ready: list[Point] = []
+        """Groups ready in the buffer, over wall clock."""
+        self.start_s, self.end_s = math.inf, -math.inf
+        for event in events:
+            if event.ph not in ("X", "C"):
+                continue
+            self.start_s, self.end_s = min(self.start_s, event.start_s), max(self.end_s, event.end_s)
+            if event.ph == "X":
+                self._spans.setdefault((event.who, event.cat), []).append(event)
+            elif event.name == "groups ready":
+                self.ready.append((event.start_s, float(event.args.get("ready", 0))))
+        for spans in self._spans.values():
+            spans.sort(key=lambda span: span.ts)
+
+    def of(self, who: str, kind: str) -> list[trace.Event]:
+        """Return the spans of a role and a kind, in order of time."""
+        return self._spans.get((who, kind), [])
+
+    @property
+    def lanes(self) -> list[str]:
+        """Roles that have a lane."""
+        actors = {who for who, _ in self._spans if who.startswith("actor-")}
+        shown = sorted(actors, key=lambda name: (len(name), name))[:MAX_LANES]
+        return ["learner", *shown, *(["evaluation"] if self.of("evaluation", "evaluate") else [])]
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """A few steps from the middle of training; the whole run if there are few."""
+        steps = self.of("learner", "step")
+        if len(steps) < 2:
+            return self.start_s, self.end_s
+        first = max(0, (len(steps) - STEPS_SHOWN) // 2)
+        last = min(len(steps) - 1, first + STEPS_SHOWN)
+        return steps[first].start_s, steps[last].start_s if last > first + 1 else steps[-1].end_s
 
 
 class Series:
@@ -297,8 +340,10 @@ def _read_status(folder: RunFolder, run: RunData) -> None:
 
 
 def _read_timeline(folder: RunFolder, run: RunData) -> None:
-    run.timeline = read_timeline(folder.timeline)
-    if run.timeline is None:
+    found = Timeline(trace.read(folder.timeline))
+    if found.end_s > found.start_s:
+        run.timeline = found
+    else:
         run.missing.append("timeline.json is empty, so there is no timeline.")
 
 

@@ -64,24 +64,18 @@
         ctx.beginPath();
         ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
         ctx.clip();
-        [ctx.textAlign, ctx.textBaseline] = ["left", "middle"];
-        ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-        for (const [lane, kind, start, end, share, said] of plot.marks) {
+        for (const [lane, kind, start, end] of plot.marks) {
           const left = u.valToPos(start, "x", true), width = Math.max(1, u.valToPos(end, "x", true) - left);
           // a pause is short: it is drawn on the lower edge, over what it interrupts
           const top = bbox.top + high * (lane + (kind === "update" ? 0.6 : 0.12)), tall = high * (kind === "update" ? 0.28 : 0.76);
-          ctx.globalAlpha = share;
           ctx.fillStyle = color(kind);
-          ctx.fillRect(left, top, width - (kind === "phase" ? 1 : 0), tall);
-          if (kind !== "phase" || ctx.measureText(said).width + 8 > width) continue;
-          ctx.fillStyle = color("ink");
-          ctx.fillText(said, left + 4, top + tall / 2);
+          ctx.fillRect(left, top, width, tall);
         }
         ctx.restore();
       },
       name: (u) => {
         const x = u.posToVal(u.cursor.left, "x"), lane = Math.floor(u.posToVal(u.cursor.top, "y"));
-        return plot.marks.findLast((each) => each[0] === lane && each[2] <= x && x <= each[3])?.[5] ?? `${words(x)} s`;
+        return plot.marks.findLast((each) => each[0] === lane && each[2] <= x && x <= each[3])?.[4] ?? `${words(x)} s`;
       },
     }),
   };

@@ -7,13 +7,13 @@ from launch.host import check_folder
 from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 177,
-    "lines": 46_603,
-    "lines without planning": 41_170,
+    "files": 176,
+    "lines": 46_540,
+    "lines without planning": 41_107,
     "lines of buffer": 8_205,
-    "lines of launch": 12_233,
+    "lines of launch": 12_165,
     "lines of shell": 910,
-    "lines of the report's page": 428,
+    "lines of the report's page": 422,
     "lines of examples": 1_033,
     "longest file": 473,
     "longest function": 61,
