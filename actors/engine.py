@@ -33,7 +33,6 @@ from buffer.schema import Prefix
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from weight_sync.store import StagedVersion
-from weight_sync.vllm_engine import REFUSED
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -74,7 +73,7 @@ class UpdateTiming:
 
     pause_s: float
     load_s: float
-    """Of `pause_s`, what loaded the weights, and verified them where `prepare` had not."""
+    """Of `pause_s`, what loaded the weights."""
 
 
 class Engine:
@@ -279,38 +278,32 @@ class Engine:
     async def apply(
         self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
     ) -> UpdateTiming:
-        """Put newer weights under the running requests. New requests wait until it is done.
+        """Put newer weights, which `prepare` has verified, under the running requests. New requests wait until it is
+        done.
 
-        What `prepare` has not verified is verified in the pause, but not if several ranks share a model: one could
-        refuse what another has loaded. With `kv_cache` "keep" running requests keep their attention keys of the old
-        version.
+        With `kv_cache` "keep" running requests keep their attention keys of the old version.
 
         Raises:
-            UpdateRefused: the version is not as published, or of another model; nothing has changed.
+            UpdateRefused: the version is not the one that was verified; nothing has changed.
             EngineDead: the update failed half way or took longer than `timeout_s`, or the engine is gone.
         """
         async with self._updating:
-            llm, num_ranks = self._alive(), self._config.tensor_parallel_size
+            llm = self._alive()
             verified, self._verified = self._verified, None
-            if num_ranks > 1 and verified != _update_of(staged):
-                raise UpdateRefused(
-                    f"version {staged.version} was not verified before the pause, as it has to be with "
-                    f"actors.tensor_parallel_size = {num_ranks}; still serving version {self.version}"
-                )
+            if verified != _update_of(staged):
+                raise UpdateRefused(f"version {staged.version} was not verified; still serving version {self.version}")
             started_s = time.perf_counter()
             # until generation goes on, whatever ends this early (cancellation too) leaves an engine to replace
             self._broken = f"its update to version {staged.version} never ended"
             try:
                 async with asyncio.timeout(timeout_s):
-                    refusal, load_s = await while_alive(llm, swap(llm, staged, kv_cache, num_ranks))
+                    load_s = await while_alive(llm, swap(llm, staged, kv_cache))
             except Exception as error:
                 late = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 self._broken = f"its update to version {staged.version} failed half way: {late}"
                 raise EngineDead(self._last_words()) from error
             self._broken = None
             self._stats.interrupt(recomputes=kv_cache == "recompute")
-            if refusal is not None:
-                raise UpdateRefused(f"{refusal}; still serving version {self.version}")
             self.version = staged.version
             return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
 
@@ -394,34 +387,19 @@ async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
     return list(refusals)
 
 
-async def swap(
-    llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], num_ranks: int
-) -> tuple[str | None, float]:
-    """Pause, load a version, resume; return why it was refused before anything changed, or None, and the load's
-    seconds.
-    """
+async def swap(llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]) -> float:
+    """Pause, load a verified version, resume; return the load's seconds."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
     # not llm.pause_generation, which sleeps 20 ms after this very call
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
     started_s = time.perf_counter()
-    refusal = await _load(llm, staged, num_ranks)
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_of(staged)))
+    await llm.finish_weight_update(weight_version=staged.version.key)
     load_s = time.perf_counter() - started_s
     await llm.resume_generation()
-    return refusal, load_s
-
-
-async def _load(llm: AsyncLLM, staged: StagedVersion, num_ranks: int) -> str | None:
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    await llm.start_weight_update()
-    try:
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_of(staged)))
-    except Exception as error:
-        # of several ranks another may have loaded it, and its answer is still to come
-        if REFUSED in str(error) and num_ranks == 1:
-            return str(error)
-        raise
-    await llm.finish_weight_update(weight_version=staged.version.key)
-    return None
+    return load_s
 
 
 def _update_of(staged: StagedVersion) -> dict[str, Any]:

@@ -4,8 +4,7 @@
     update_weights       while it is paused: load what was verified, from the memory map that the thread has read
 
 For a GPU the thread copies while it reads, into pinned memory, and the copy is what is verified and loaded: a map goes
-to a GPU several times slower. So a pause is one engine step and the reload. A version that was not verified before is
-verified in the pause, and loaded from the map.
+to a GPU several times slower. So a pause is one engine step and the reload.
 """
 
 from __future__ import annotations
@@ -101,22 +100,12 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing to start: `receive_weights` touches the model only after all of the version is verified."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load a version, verified before or now.
-
-        Raises:
-            RuntimeError: with `REFUSED` in its text: the version is missing, not as published, or of another model; the
-                model is unchanged.
-        """
+        """Load the version that was verified, or raise RuntimeError and leave the model as it is."""
         begun, self.verification = self.verification, None
-        if begun is not None and begun.info == update_info and begun.refusal() == "":
-            tensors = begun.tensors()
-        else:
-            try:
-                tensors = fitting_tensors(update_info, self.model_config)
-            except _REFUSALS as error:
-                raise RuntimeError(f"{REFUSED} {error}") from error
+        if begun is None or begun.info != update_info or begun.refusal() != "":
+            raise RuntimeError(f"{REFUSED} version {update_info.version} was not verified")
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors.items())
+        self.model.load_weights(begun.tensors().items())
 
     def finish_weight_update(self) -> None:
         """Repack what was loaded into the form that the kernels read."""

@@ -17,7 +17,6 @@ from actors.config import ActorsConfig
 from actors.engine import Engine, EngineDead, EngineGone, UpdateRefused, verify, while_alive
 from actors.engine_output import EngineStats
 from common.staleness import PolicyVersion
-from weight_sync.vllm_engine import REFUSED
 
 OLD, NEW, NEWER = (PolicyVersion(0, number) for number in range(3))
 
@@ -96,12 +95,12 @@ def staged(version: PolicyVersion) -> SimpleNamespace:
 
 @pytest.fixture
 def make(monkeypatch):
-    """`make(llm, ranks)`: an engine on it that serves the old version."""
+    """`make(llm)`: an engine on it that serves the old version."""
     stand_in = SimpleNamespace(WeightTransferUpdateRequest=lambda update_info: update_info)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", stand_in)
 
-    def engine(llm: FakeVllm, ranks: int = 1) -> Engine:
-        return Engine(llm, ActorsConfig(tensor_parallel_size=ranks), OLD, [2], sockets=None, stats=EngineStats())
+    def engine(llm: FakeVllm) -> Engine:
+        return Engine(llm, ActorsConfig(), OLD, [2], sockets=None, stats=EngineStats())
 
     return engine
 
@@ -131,10 +130,10 @@ async def test_a_verification_is_looked_at_soon_and_then_ever_more_rarely(monkey
     assert sum(at_s < 10 for at_s in seen_s) < 60
 
 
-async def test_an_engine_of_several_ranks_does_not_apply_what_it_has_not_verified(make):
+async def test_an_engine_does_not_apply_what_it_has_not_verified(make):
     llm = FakeVllm()
-    engine = make(llm, ranks=2)
-    with pytest.raises(UpdateRefused, match=r"version 1 was not verified.*tensor_parallel_size = 2; still serving .*0"):
+    engine = make(llm)
+    with pytest.raises(UpdateRefused, match=r"version 1 was not verified; still serving .*0"):
         await engine.apply(staged(NEW), "keep")
     await engine.prepare(staged(NEW))
     with pytest.raises(UpdateRefused, match=r"version 2 was not verified"):
@@ -148,25 +147,14 @@ async def test_an_engine_of_several_ranks_does_not_apply_what_it_has_not_verifie
         await engine.apply(staged(NEWER), "keep")
 
 
-async def test_an_engine_of_one_rank_verifies_in_the_pause_what_it_has_not_verified_before(make):
-    llm = FakeVllm()
-    engine = make(llm)
-    await engine.apply(staged(NEW), "keep")
-    assert engine.version == NEW
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_refusal_in_the_pause_leaves_one_rank_as_it_was_and_of_several_the_engine_is_dead(make, ranks):
-    engine = make(FakeVllm(refusal=f"{REFUSED} a byte is wrong"), ranks)
+async def test_an_engine_whose_update_fails_in_the_pause_is_dead(make):
+    engine = make(FakeVllm(refusal="a byte is wrong"))
     await engine.prepare(staged(NEW))
-    with pytest.raises(UpdateRefused if ranks == 1 else EngineDead, match="a byte is wrong"):
+    with pytest.raises(EngineDead, match="a byte is wrong"):
         await engine.apply(staged(NEW), "keep")
     assert engine.version == OLD
-    if ranks == 1:
+    with pytest.raises(EngineDead):
         await engine.prepare(staged(NEWER))
-    else:
-        with pytest.raises(EngineDead):
-            await engine.prepare(staged(NEWER))
 
 
 async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make, monkeypatch):
@@ -197,6 +185,7 @@ async def test_requests_are_interrupted_in_the_middle_of_an_update_too(make):
     llm.engine_core.pause_scheduler_async, llm.abort = pause, abort
     engine = make(llm)
     engine._running[1, 0] = SimpleNamespace(request_id="r0")
+    await engine.prepare(staged(NEW))
     updating = asyncio.create_task(engine.apply(staged(NEW), "keep"))
     await asyncio.sleep(0)
     with pytest.raises(EngineDead, match=r"its update to version 1 never ended"):

@@ -8,8 +8,8 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 176,
-    "lines": 46_540,
-    "lines without planning": 41_107,
+    "lines": 46_507,
+    "lines without planning": 41_074,
     "lines of buffer": 8_205,
     "lines of launch": 12_165,
     "lines of shell": 910,
