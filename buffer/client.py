@@ -1,9 +1,7 @@
 """BufferClient: what actors and the learner talk to the buffer through.
 
-Every method returns a `concurrent.futures.Future` at once (`asyncio.wrap_future` makes it awaitable).
-A future fails with BufferRefused where the service will not serve the request, and with
-BufferUnavailable where it did not answer for `GIVE_UP_S`. Until then requests are sent again,
-so a service that is restarted in between is not noticed.
+Methods return a `concurrent.futures.Future` at once. It fails with BufferRefused if the service will not serve the
+request, and with BufferUnavailable if it did not answer for `GIVE_UP_S`. Until then requests are sent again.
 """
 
 from __future__ import annotations
@@ -33,15 +31,14 @@ from common.rpc.messages import Asker, Message, Role
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
-"""After so long without a heartbeat the connection is made anew."""
+"""Seconds without a heartbeat after which the connection is made anew."""
 REQUEST_TIMEOUT_S = 10.0
-"""A request without an answer is sent again after so long: a turn of the service takes a fraction of it, a lost message
-costs no more. It is answered once, however often it is sent."""
+"""Seconds after which a request without an answer is sent again: much more than a turn of the service takes."""
 
 GIVE_UP_S = 120.0
-"""A client that got no answer for so long raises, naming the service: one that was killed is back long before."""
+"""Timeout of a request: a service that was killed is back long before."""
 CONNECT_S = 600.0
-"""A service that asks to try again later, as while its disk is full, is greeted so much longer than a silent one."""
+"""How much longer a service is greeted that asks to try again later, as while its disk is full."""
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -52,15 +49,11 @@ class Draw(p.DrawReply, frozen=True, dict=True):
     """The batch of a step."""
 
     body: bytes | memoryview = b""
-    """The trajectories as an Arrow IPC stream, to hand on as it is."""
+    """The trajectories as an Arrow IPC stream."""
 
     @cached_property
     def rows(self) -> pa.RecordBatch:
-        """The trajectories by the columns of `schema.SCHEMA`, in the order of `group_ids`; only where `ready`.
-
-        Raises:
-            BadBody: the bytes are not the body of a draw.
-        """
+        """The trajectories by the columns of `schema.SCHEMA`; only if `ready`. BadBody if the bytes are no draw."""
         return schema.read_stream(self.body)
 
 
@@ -70,11 +63,7 @@ class Granted(p.LeaseGrant, frozen=True):
     body: bytes | memoryview = b""
 
     def prefixes(self) -> dict[tuple[int, int], Prefix]:
-        """(lease, sample index) -> its first tokens, of those that have some.
-
-        Raises:
-            BadBody: the bytes are not the body of a grant.
-        """
+        """Return (lease, sample index) -> its first tokens, of those that have some; BadBody if it is no grant."""
         keys = [(lease.lease_id, index) for lease in self.leases for index in lease.prefixes]
         return dict(zip(keys, schema.read_prefixes(self.body), strict=True)) if keys else {}
 
@@ -117,9 +106,9 @@ class BufferClient:
         Args:
             address: of the service, as its `bind` returns it.
             run_id: the run; a service of another run refuses.
-            role: what the process is, and so what it may ask.
+            role: of the process, which decides what it may ask.
             name: unique in the run; a new process of the same name fences the old one.
-            keys: of the run's clients; None where the service takes everybody who reaches its socket.
+            keys: of the run's clients; None: the service is not locked.
         """
         self.address = address
         self.name = name
@@ -150,13 +139,13 @@ class BufferClient:
     # --- any client -------------------------------------------------------------------------------
 
     def connect(self, deadline: float | None = None) -> p.Welcome:
-        """Say hello; blocks until the service answers.
+        """Send Hello; block until the service answers.
 
         Args:
             deadline: on the monotonic clock; None: `CONNECT_S` beyond `GIVE_UP_S`.
 
         Raises:
-            BufferUnavailable: it said nothing for `GIVE_UP_S`, or no welcome by the deadline.
+            BufferUnavailable: no answer for `GIVE_UP_S`, or no welcome by the deadline.
             BufferRefused: it serves another run, or speaks another protocol.
         """
         limit_s = GIVE_UP_S + CONNECT_S if deadline is None else max(0.0, deadline - time.monotonic())
@@ -187,11 +176,9 @@ class BufferClient:
 
     @property
     def epoch(self) -> int:
-        """Counts the processes of this name; 0 before `connect`."""
         return self._epoch
 
     def status(self) -> Future[p.Status]:
-        """The ledger and what is in flight."""
         return self._ask(p.StatusRequest(), p.Status)
 
     def drain(self) -> Future[p.Done]:
@@ -211,13 +198,9 @@ class BufferClient:
     def lease(
         self, max_groups: int, lane: str = "", token_s: float = 0.0, *, wants_lengths: bool = False
     ) -> Future[Granted]:
-        """Ask for up to `max_groups` groups. One request is on its way at a time, so that none is lost.
+        """Ask for up to `max_groups` groups of K samples. One request is on its way at a time, so that none is lost.
 
-        Args:
-            max_groups: of K samples, for which there is room.
-            lane: of actors that are alike fast.
-            token_s: seconds for a token of each of the actor's samples; 0 where that is not known yet.
-            wants_lengths: leases shall say how long completions are likely to be.
+        `lane` names actors of one speed, and `token_s` is the seconds for a token of each sample; 0: not known.
         """
         future: Future[Granted] = Future()
         with self._lock:
@@ -227,44 +210,38 @@ class BufferClient:
         return future
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
-        """Hand in a trajectory; the future completes when it is on disk, or is known not to be needed.
+        """Send a trajectory; the future completes when it is on disk, or is known not to be needed.
 
-        Trajectories of some milliseconds travel together. Blocks while the credit that the service
-        gave is used up by what it did not acknowledge yet.
+        Trajectories of some milliseconds travel together. Blocks while there is no credit.
 
         Raises:
-            BufferUnavailable: there was no credit, and no word from the service, for `GIVE_UP_S`.
+            BufferUnavailable: there was no credit, and no sign of the service, for `GIVE_UP_S`.
         """
         return self._outbox.push(trajectory)
 
     def push_many(self, trajectories: Sequence[Trajectory]) -> Future[list[p.RowResult]]:
-        """As `push` of each, for less: one future of all results. It fails with the first error, when all are known.
-
-        Raises:
-            BufferUnavailable: as `push`; some may be handed in.
-        """
+        """As `push` of each, with one future of all results. It fails with the first error, when all are known."""
         return self._outbox.push_many(trajectories)
 
     def has_room(self, trajectory: Trajectory) -> bool:
         return self._outbox.has_room(trajectory)
 
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
-        """Say that these samples of a lease will not come."""
         message = p.GiveUp(self.name, self._epoch, lease.lease_id, lease.attempt, list(sample_indices), reason)
         return self._ask(message, p.Done)
 
     def hand_on(
         self, lease: p.Lease, sample_indices: Sequence[int], there: Sequence[Trajectory], *, goes_on: bool = False
     ) -> Future[p.Done]:
-        """Leave samples of a lease unfinished; whoever leases them next goes on from what there is of them.
+        """Leave samples of a lease unfinished; the next lease of them continues what there is.
 
-        Sent in as many messages as they need; the future completes when all of them are on disk.
+        The future completes when all of it is on disk.
 
         Args:
-            lease: that they are of.
-            sample_indices: which; what was stored of one before stays where nothing newer is given.
+            lease: of the samples.
+            sample_indices: which; what was stored of one before stays if nothing newer is given.
             there: their tokens so far, of those that have any, with finish_reason `HANDED_ON`.
-            goes_on: the actor goes on with them; what there is so far is only kept.
+            goes_on: the actor continues; what there is so far is only kept.
         """
         with_tokens = {row.sample_index for row in there}
         parts: list[tuple[list[int], Sequence[Trajectory]]] = []
@@ -280,7 +257,6 @@ class BufferClient:
         return self._then(Together[p.Done](len(asked)).follow(asked), lambda _: p.Done())
 
     def renew(self, lease_ids: Sequence[int]) -> Future[p.RenewReply]:
-        """Say that these leases are still worked on; the reply names those that are lost."""
         return self._ask(p.Renew(self.name, self._epoch, list(lease_ids)), p.RenewReply)
 
     # --- the learner ------------------------------------------------------------------------------
@@ -297,7 +273,6 @@ class BufferClient:
         return self._then(self._transport.submit(request), begun)
 
     def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Future[Draw]:
-        """Ask for the batch of a step; answered within `wait_s`, ready or not."""
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
         return self._ask_with_body(request, p.DrawReply, Draw, wait_s)
 
@@ -306,12 +281,10 @@ class BufferClient:
         return self._ask_with_body(p.TakeUnscored(max_tokens), p.UnscoredReply, Unscored)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
-        """Store reference log-probabilities (one array per record, one value per completion token).
+        """Store reference log-probabilities: one array per record, one value per completion token.
 
-        Sent in as many messages as they need; the future completes when all of them are on disk.
-
-        Raises:
-            ValueError: as many records as arrays are needed, and one record must fit a message.
+        The future completes when all are on disk. ValueError if there are not as many records as arrays, or one exceeds
+        a message.
         """
         if len(record_ids) != len(logprobs):
             raise ValueError(f"write_scores got {len(record_ids)} records but {len(logprobs)} arrays")
@@ -327,11 +300,9 @@ class BufferClient:
         return self._ask(p.StepFinished(step, version, self._incarnation, skipped), p.Done)
 
     def published(self, incarnation: int, version: int) -> Future[p.Done]:
-        """Say that these weights can be pulled."""
         return self._ask(p.Published(incarnation, version), p.Done)
 
     def checkpoint_durable(self, step: int) -> Future[p.Done]:
-        """Say that a checkpoint at or past `step` is on disk: uses up to it are final."""
         return self._ask(p.CheckpointDurable(step, self._incarnation), p.Done)
 
     # --- the ranker -------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "lengt
 SamplerName = Literal["on_policy_share"] | RestSampler
 
 MAX_MESSAGE_MIB = 64
-"""A larger message is refused: ZeroMQ has all of one in memory before anyone can look at it. Clients send far smaller
-ones, and the longest single trajectory that fits has some eight million tokens."""
+"""Largest message, which ZeroMQ holds in memory. The longest trajectory that fits has some eight million tokens."""
 MAX_GROUP_SIZE = 2**16
 MAX_PORT = 65535
 
@@ -114,11 +113,7 @@ class BufferConfig(BaseModel):
         return self
 
     def check_capacity(self, group_size: int, num_groups: int) -> None:
-        """Check that `num_groups` groups have room.
-
-        Raises:
-            ValueError: they have not.
-        """
+        """Check that `num_groups` groups have room; ValueError if they have not."""
         num_samples = num_groups * group_size
         if self.capacity_trajectories < num_samples:
             raise ValueError(
@@ -129,7 +124,6 @@ class BufferConfig(BaseModel):
 
     @property
     def replays(self) -> bool:
-        """May a group be used by more than one step?"""
         return self.max_uses != 1
 
     def most_alive(self, groups_per_step: int) -> float:

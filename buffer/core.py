@@ -1,7 +1,6 @@
 """Every request of the protocol against one transaction, without sockets.
 
-BufferCore composes groups, leases, ingest and draws. The service hands it what arrives; tests drive
-it under a virtual clock.
+The service hands BufferCore what arrives; tests drive it under a virtual clock.
 """
 
 from __future__ import annotations
@@ -36,12 +35,7 @@ Answer = tuple[p.Reply, bytes | memoryview]
 
 
 def check_config(config: BufferConfig, facts: RunFacts) -> None:
-    """Check that the `[buffer]` section can serve the run.
-
-    Raises:
-        StoreError: no group could be used within the bound, the capacity is below what may be outstanding, or the
-            sampler contradicts on_stale.
-    """
+    """Check that the `[buffer]` section can serve the run; StoreError if it contradicts the facts."""
     # on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep
     if facts.staleness.on_stale == "wait" and (config.sampler != "fifo" or config.replays):
         raise StoreError(
@@ -58,10 +52,9 @@ def check_config(config: BufferConfig, facts: RunFacts) -> None:
 class Partials:
     """Partial rollouts: what an actor leaves unfinished, and what the next one gets of it.
 
-    An actor that shuts down, or that is too slow for a sample, hands it on: its tokens, their log-probabilities and the
-    versions that sampled them are stored, and the sample is issued again with them, before any new prompt. Versions
-    are part of every token, so the sample that arrives in the end is one like any other. A whole group has one lease
-    at a time, so those that rest wait for those of their siblings that the actor still finishes.
+    An actor that shuts down, or is too slow for a sample, hands it on: its tokens, their log-probabilities and versions
+    are stored, and the sample is issued again with them, before any new prompt. A group has one lease at a time, so
+    samples that rest wait for those that the actor still finishes.
     """
 
     def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
@@ -69,10 +62,9 @@ class Partials:
         self._groups, self._leases, self._quarantine = groups, leases, quarantine
 
     def take(self, tx: Transaction, message: HandOn, batch: pa.RecordBatch) -> None:
-        """Store what there is of some samples of a lease, and let them go. Safe to say twice.
+        """Store what there is of some samples of a lease, and let them go. Idempotent.
 
-        A row that is not as it should be is quarantined; its sample is made from its beginning, or from what was
-        stored of it before.
+        An invalid row is quarantined; its sample starts anew, or with what was stored of it before.
         """
         self._leases.current(tx, message.actor, message.epoch)
         group = self._leases.held_by(tx, message)
@@ -90,10 +82,7 @@ class Partials:
         self._groups.settle(tx, group)
 
     def grant(self, tx: Transaction, grant: LeaseGrant) -> tuple[LeaseGrant, memoryview | bytes]:
-        """A grant as it is answered, with what is there of the samples of its leases; both as they are now.
-
-        The same request may be answered again later, when some of it is no longer of use to anybody.
-        """
+        """Return a grant, and what is there of the samples of its leases by now."""
         if not any(lease.prefixes for lease in grant.leases):
             return grant, b""
         leases: list[Lease] = []
@@ -139,7 +128,6 @@ class BufferCore:
     """The buffer's rules. What leases keep outside of the store, their deadlines above all, may be lost at any time."""
 
     def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
-        """Compose the rules; errors are those of `check_config`."""
         check_config(config, facts)
         self.facts, contract = facts, facts.contract
         prompts = prompts_of(facts, config, clock)
@@ -162,12 +150,10 @@ class BufferCore:
             p.StatusRequest: self._status,
             p.Drain: self._drain,
         }
-        """What answers each request, or None where it was only done."""
+        """None: the request was only done."""
 
     def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview, *, sender: str = "") -> Answer:
-        """Answer any request but a push, for which see `push`, and a draw, which may have to wait.
-
-        Who may ask it was seen to before (`Leases.recognise`).
+        """Answer any request but a push or a draw, which may have to wait; `Leases.recognise` has checked the client.
 
         Raises:
             BufferRefused: the request cannot be served; nothing was changed but the quarantine.
@@ -202,7 +188,6 @@ class BufferCore:
         return self.ingest.push(tx, pushes, refusals)
 
     def try_draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
-        """The reply to a draw; None where it must wait."""
         self.groups.prepare(tx)
         draw = self.draws.draw(tx, request)
         if draw is None:

@@ -1,7 +1,6 @@
 """Which groups train at which step: recorded, so that the same step asked again gets the same groups.
 
-All chance comes from a generator seeded by run, step and incarnation: the same store draws the
-same groups, also after a restart. What becomes of recorded draws is in `buffer.steps`.
+The generator is seeded by run, step and incarnation. What becomes of recorded draws is in `buffer.steps`.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ class Draws:
         self._leases = leases
         self._steps = steps
         self._waits = self._contract.config.on_stale == "wait"
-        """Only then are the open groups looked at."""
 
     def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
-        """The groups of a step; None where the step must wait.
+        """Return the groups of a step; None: it must wait.
 
         Raises:
             BufferRefused: the learner was replaced, or the request contradicts what is known.
@@ -103,7 +101,6 @@ class Draws:
         return text + (f"no new leases: {closed}" if closed else "new leases wait for an actor to ask")
 
     def _check(self, tx: Transaction, request: DrawRequest) -> None:
-        """Refuse what no draw could answer."""
         self._steps.check_incarnation(tx.state, request.incarnation)
         resumed = tx.state.incarnations[-1].step
         if request.step <= resumed:
@@ -138,14 +135,13 @@ class Draws:
         return True
 
     def _is_unfit(self, tx: Transaction, draw: DrawRecord) -> bool:
-        """Can a new learner not train what an earlier one was given?"""
         too_long = any(length > self._facts.longest_drawn for length in draw.lengths)
         return too_long or self._is_damaged(tx, draw.record_ids)
 
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """What the sampler takes for the step; what is too long or damaged leaves, and it chooses again.
+        """Return the sampler's choice; what is too long or damaged leaves, and it chooses again.
 
-        Groups of equal rewards leave first, also those that are so only since something too long left them.
+        Groups of equal rewards leave first, also those whose other samples were too long.
         """
         while True:
             self._groups.set_aside_uninformative(tx)
@@ -187,10 +183,7 @@ class Draws:
             self._groups.drop_ready(tx, tx.groups.require(group_id), "dropped_stale")
 
     def _held_back_by(self, tx: Transaction, chosen: Sequence[int], version: int) -> list[int]:
-        """Open groups that this step must wait for (on_stale = "wait").
-
-        It reads all ready groups: under this setting admission keeps them few.
-        """
+        """Return open groups that this step must wait for (on_stale = "wait")."""
         if not self._waits:
             return []
         drawn = set(chosen)
@@ -213,7 +206,6 @@ class Draws:
         return [num_steps for num_steps in left if num_steps is not None]
 
     def _is_damaged(self, tx: Transaction, records: Sequence[int]) -> bool:
-        """Does one of these records fail its checksum?"""
         try:
             tx.blocks_of(records)
         except CorruptRecord:

@@ -31,11 +31,7 @@ class NotBelieved(BufferRefused):
 
 
 class BadBody(BufferError, ValueError):
-    """A message body cannot be read as trajectories.
-
-    Attributes:
-        category: a few fixed words to count it under.
-    """
+    """A message body cannot be read as trajectories; `category` is a few fixed words to count it under."""
 
     def __init__(self, category: str, detail: str) -> None:
         super().__init__(f"{category}: {detail}")

@@ -9,8 +9,7 @@
     drawn   recorded for a step that is not finished
     closed  used up, dropped, filtered, set aside or evicted; its row stays as long as its records
 
-A group that may be used again is ready again after its step. Every function changes the group's row,
-the index and the ledger in the given transaction.
+A group that may be used again is ready again after its step. Methods change the row, the index and the ledger.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from buffer.tables import NO_RECORD, Group
 from buffer.transaction import Transaction
 
 MAX_ATTEMPTS = 5
-"""A group that was lost or filtered so often is given up and counted: its prompt would take actors down for ever."""
+"""A group that was lost or filtered so often is given up and counted: its prompt may crash actors."""
 _ROUNDING = 1e-9
 """1.1 * 10 is above 11 in floating point."""
 MAX_RECOUNTED = 256
-"""With more ready groups the gap takes the count of waiting samples as it is; `leeway buffer verify` never does."""
+"""With more ready groups the gap trusts the count of waiting samples; `leeway buffer verify` never does."""
 
 
 class StoredSample(msgspec.Struct, frozen=True, gc=False):
@@ -65,7 +64,6 @@ class Groups:
         self._num_kept = num_kept
 
     def prepare(self, tx: Transaction) -> None:
-        """Know the store; belongs before the first change."""
         self.index.load(tx)
         self.prompts.load(tx)
 
@@ -88,7 +86,6 @@ class Groups:
         tx.partials.delete(group.group_id, index)
 
     def fail(self, tx: Transaction, group: Group, indices: list[int], reason: str) -> None:
-        """Give up samples in flight for good."""
         for index in indices:
             group.sample_states[index] = "failed"
         group.failed += len(indices)
@@ -107,9 +104,9 @@ class Groups:
         self.settle(tx, group)
 
     def commit(self, tx: Transaction, group: Group, samples: Sequence[StoredSample], records: Sequence[int]) -> None:
-        """Enter samples that are stored now under these records into their group's row; `settle` writes the row.
+        """Enter samples that are stored under these records into their group's row; `settle` writes it.
 
-        A sample without a reward counts as filtered, for no reward function applied.
+        A sample without a reward counts as filtered.
         """
         for sample, record in zip(samples, records, strict=True):
             index = sample.sample_index
@@ -144,9 +141,9 @@ class Groups:
         self.set_aside_uninformative(tx)
 
     def set_aside_uninformative(self, tx: Transaction) -> None:
-        """Close ready groups of equal rewards, the oldest first, as many as may leave before the next step is drawn.
+        """Close ready groups of equal rewards, the oldest first, as many as may leave before the next draw.
 
-        Their prompts are not leased again for it: they count as generated.
+        Their prompts are not returned: they count as generated.
         """
         while self.index.uninformative and tx.state.num_set_aside < self._most_set_aside:
             tx.state.num_set_aside += 1
@@ -160,7 +157,6 @@ class Groups:
         self.save(tx, group)
 
     def move(self, tx: Transaction, group: Group, source: str, target: str) -> None:
-        """Move the group's samples from one state to another."""
         moved = group.having(source)
         for index in moved:
             group.sample_states[index] = target
@@ -196,9 +192,9 @@ class Groups:
             self.return_prompt(tx, group, failures=group.failures)
 
     def leave_out_long(self, tx: Transaction, group: Group, max_tokens: int) -> bool:
-        """Filter the samples of a ready group that are longer than this; false where there is none.
+        """Filter the samples of a ready group that are longer than this; False: there is none.
 
-        Too few that are left, or those of a group that was used before, leave with them.
+        If too few are left, or the group was used before, all leave.
         """
         too_long = [index for index in group.usable() if group.lengths[index] > max_tokens]
         if not too_long:
@@ -218,7 +214,7 @@ class Groups:
     def evict(self, tx: Transaction) -> None:
         """Remove groups while the store is above its capacity and there is one that may go.
 
-        Recorded samples stay until they are used up, for nobody makes others.
+        Recorded samples (`buffer.source`) stay until they are used up.
         """
         excess = tx.state.num_records - self.config.capacity_trajectories
         while excess > 0:
@@ -249,12 +245,10 @@ class Groups:
         return {**ledger.counts(), **ledger.failed_by_kind(), "quarantined": quarantined, "gap": gap}
 
     def _live_gap(self, tx: Transaction) -> int:
-        """By how many samples the counters differ from the groups that are not finished yet.
+        """Return by how many samples the counters differ from the groups that are not finished.
 
-        It takes some 20 microseconds a group: too dear for what is asked many times a second. Admission bounds the
-        number of open groups, and ready ones, of which replay keeps any number, are looked at only while there are
-        few. Drawn ones are those of the steps at hand; after a restart of the learner, of every step that is to be
-        redone, which under unbounded lag are all since its checkpoint.
+        It takes some 20 microseconds a group. Admission bounds open groups, and ready ones are looked at only while
+        they are few. Drawn ones are those of the steps at hand, or to be redone.
         """
         ledger = tx.state.ledger
         found: Counter[str] = Counter()

@@ -1,7 +1,6 @@
-"""GroupIndex: where groups are looked up, derived from their rows when a store is opened and kept in memory since.
+"""GroupIndex: where groups are looked up, derived from their rows and kept in memory.
 
-None of it is stored, so none of it can contradict the store. What a transaction changes here is put back where it is
-not committed.
+None of it is stored. What a transaction changes is undone if it is not committed.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from buffer.tables import Group, StoreState
 from buffer.transaction import Transaction
 
 LOG_WEIGHT_LIMIT = 1e12
-"""Log-weights are clamped to this, so that their differences stay finite."""
+"""Log-weights are clamped, so that their differences stay finite."""
 CLOSED, ELIGIBLE = 0, 1
-"""Classes in the order of eviction: closed groups go first, and under replay then those that could be drawn again."""
+"""Eviction takes closed groups first, then under replay those that could be drawn again."""
 
 Weight = Callable[[Group, int], float]
-"""The logarithm of a complete group's weight in a draw by chance, up to a constant, from its row and the version that
-its oldest token counts with; fixed for as long as the group waits."""
+"""The logarithm of a complete group's weight, up to a constant, from its row and the effective version of its oldest
+token; fixed while the group waits."""
 
 
 class ReadyGroup(NamedTuple):
     """A group that may be drawn."""
 
     oldest: int
-    """Version that its oldest token counts with."""
+    """Effective version of its oldest token."""
     group_id: int
 
 
@@ -45,7 +44,7 @@ class Evictable(NamedTuple):
 
     kind: int
     rank: tuple[float, float]
-    """Its place within the class: version and incarnation of its oldest token."""
+    """Incarnation and version of its oldest token."""
     group_id: int
 
 
@@ -63,7 +62,7 @@ class Place(NamedTuple):
     log_weight: float = 0.0
     is_scored: bool = False
     is_uninformative: bool = False
-    """Where such groups are set aside: its rewards are all equal."""
+    """Its rewards are all equal, and such groups are set aside."""
 
 
 class GroupIndex:
@@ -78,25 +77,25 @@ class GroupIndex:
         self._is_loaded = False
         self._places: dict[int, Place] = {}
         self._eviction: list[Evictable] = []
-        """A heap; may hold entries that are over, which are passed over when they come up."""
+        """A heap; entries that are out of date are skipped."""
         self.open: list[int] = []
         """Groups that are not complete, ascending."""
         self.unleased: list[int] = []
-        """Those of them whose missing samples are to be issued again."""
+        """Open groups whose missing samples are to be issued again."""
         self.leases: dict[int, int] = {}
         """Open leases: lease -> group."""
         self.ready: list[ReadyGroup] = []
         """Those that may be drawn, in the order of age."""
         self.unscored: list[ReadyGroup] = []
-        """Those of them that lack log-probabilities of the reference, in the order of age."""
+        """Ready groups without reference log-probabilities, by age."""
         self.uninformative: list[ReadyGroup] = []
-        """Those of them whose rewards are all equal, in the order of age; none where such groups are not set aside."""
+        """Ready groups of equal rewards, by age; empty if none are set aside."""
         self.num_unused = 0
-        """How many of them no step has used."""
+        """Ready groups that no step has used."""
         self.strata: defaultdict[int, list[ReadyGroup]] = defaultdict(list)
-        """Those of each length bucket, in the order of age."""
+        """Ready groups of each length bucket, by age."""
         self._by_prompt: defaultdict[int, list[int]] = defaultdict(list)
-        """Those of each prompt, those leased first first."""
+        """Ready groups of each prompt, by their lease."""
         self._weights = Weights()
 
     def load(self, tx: Transaction) -> None:
@@ -130,11 +129,9 @@ class GroupIndex:
     # --- what samplers ask ------------------------------------------------------------------------
 
     def by_weight(self, num: int, random: np.random.Generator, taken: AbstractSet[int]) -> list[int]:
-        """Draw up to `num` ready groups by weight, as `Weights.choose`."""
         return self._weights.choose(num, random, taken)
 
     def bucket(self, group_id: int) -> int:
-        """The length bucket of a ready group."""
         return self._places[group_id].bucket
 
     def same_prompt(self, group_id: int) -> Iterator[int]:

@@ -34,18 +34,18 @@ from buffer.transaction import Transaction
 from common.run import RunFacts
 
 MAX_PUSHED_ROWS = 4096
-"""More trajectories in one message are refused: a turn of the service must stay short."""
+"""Of one message: a turn of the service must stay short."""
 MAX_OVERTAKEN = 65_536
-"""A row so far behind its actor's newest is not on its way any more, for credit is much less: it counts as settled."""
+"""A row so far behind its actor's newest counts as settled: credit is much less."""
 SEQ_WINDOW = 2 * MAX_OVERTAKEN
-"""A sequence number so far above the low-water mark is not believed."""
+"""A sequence number so far above the low-water mark is invalid."""
 LOGPROB_TOLERANCE = 1e-4
-"""Log-probabilities may exceed 0 by rounding, no more."""
+"""Log-probabilities may exceed 0 by rounding."""
 MAX_REWARD = 1e100
-"""Beyond it, either way, the mean and the spread of a group's rewards would soon be no numbers any more."""
+"""Beyond it mean and spread of a group's rewards would overflow."""
 
 _json_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""Raw: that the values are well-formed is seen without making objects of them."""
+"""Raw: checks that values are well-formed without making objects of them."""
 
 
 def known_versions(state: StoreState, *, updates_per_step: int = 1) -> Mapping[int, int]:
@@ -56,13 +56,9 @@ def known_versions(state: StoreState, *, updates_per_step: int = 1) -> Mapping[i
 
 
 class Pushes:
-    """Some messages with trajectories, with all of the work done that needs no transaction.
-
-    They are joined, because validating and encoding many rows costs little more than a few.
-    """
+    """Some messages with trajectories, joined: validating and encoding many rows costs little more than a few."""
 
     def __init__(self, pushes: Sequence[tuple[Push, bytes | memoryview]]) -> None:
-        """Read the bodies, as far as they can be."""
         self.opened: list[tuple[Push, bytes | memoryview, int | BadBody]] = []
         """Each with the number of its rows, or why it cannot be read."""
         batches = []
@@ -89,10 +85,7 @@ class Ingest:
         self._quarantine = quarantine
 
     def push(self, tx: Transaction, pushes: Pushes, refusals: Mapping[int, str]) -> list[PushReply | Refused]:
-        """Settle every row of some messages, in order; many of one turn cost little more than one.
-
-        `refusals` says of some, by their place, why they are not looked at.
-        """
+        """Settle every row of some messages, in order. `refusals` says why some are not looked at, by their place."""
         known = known_versions(tx.state, updates_per_step=self._facts.updates_per_step)
         bad = {} if pushes.batch is None else faults(pushes.batch, self._facts, known)
         every = enumerate(pushes.rows)
@@ -168,9 +161,9 @@ class Ingest:
         bad: dict[int, str],
         as_bytes: RowBytes,
     ) -> dict[int, RowResult]:
-        """Commit the good rows of one message for one group in one block; what becomes of the others.
+        """Commit the good rows of one message for one group in one block; return what becomes of the others.
 
-        A row is committed, or has failed, where exactly this sample of this attempt of this lease is waited for.
+        A row is committed, or has failed, if exactly this sample of this attempt of this lease is waited for.
         """
         group = tx.groups.get(group_id) if group_id >= 1 else None
         if group is not None and (not group.lease_id or (group.actor, group.epoch) != (actor.name, actor.epoch)):
@@ -283,12 +276,9 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[PushedRow]:
 def faults(
     batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int], ends: Sequence[str] = COMPLETE
 ) -> dict[int, str]:
-    """The rows that must not be stored, each with the first reason found, in a few fixed words.
+    """Return the rows that must not be stored, each with the first reason found, in a few fixed words.
 
-    Those that are to be stored end for one of these reasons.
-
-    Each check costs one pass over the flat values of a message; rows are looked at one by one only
-    where something is wrong.
+    `ends` are the allowed reasons to end. Each check is one pass over the flat values of a message.
     """
     column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     found: dict[int, str] = {}
@@ -361,7 +351,6 @@ def _other_than(column: pa.Array, allowed: Sequence[str]) -> npt.NDArray[np.bool
 
 
 def _not_finite(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Which values of a float column are there, but NaN or infinite."""
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return present & ~np.isfinite(column.to_numpy(zero_copy_only=False))
 
@@ -395,7 +384,6 @@ def _is_json_object(text: str) -> bool:
 
 
 def _shifted(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The value before each; of the first any."""
     return np.concatenate([values[:1], values[:-1]])
 
 

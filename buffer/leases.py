@@ -1,8 +1,8 @@
-"""Which prompts are out with which actor, and when they are issued again.
+"""Track leases: which actor holds which prompt, and when the lease expires.
 
-A lease is permission to generate the missing samples of one group. The rows are durable. In memory live
-the deadlines, on the service's monotonic clock, which start anew when it restarts, and which requests were
-granted nothing: when that is forgotten, a late copy of one may be granted a lease, which then expires.
+A lease is permission to generate the missing samples of one group. The rows are durable. Deadlines start anew when the
+service restarts. Which requests were granted nothing is kept in memory: a late copy of one may then get a lease, which
+expires.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from common.rpc.messages import Asker
 from common.run import RunFacts
 
 LEASE_TIMEOUT_S = 60.0
-"""A lease that is neither completed nor renewed for so long is issued again; an actor renews it every third of that."""
+"""A lease that is neither completed nor renewed for so long is issued again; actors renew after a third."""
 MAX_NAME_BYTES = 128
 NEAR_BOUND_S, NEAR_BOUND_STEPS = 60.0, 20.0
-"""So long after a request had to go without, the longer of the two, admission is near its bound."""
+"""After a request got too little, admission counts as near its bound for the longer of the two."""
 _NUM_REPLACED = 8
-"""Sessions of a name that are remembered: a Hello is on its way for seconds, a process lives longer."""
+"""Remembered sessions of a name: a Hello is on its way for seconds, a process lives longer."""
 
 
 class Leases:
@@ -38,7 +38,7 @@ class Leases:
         self._groups = groups
         self._clock = clock
         self._deadlines: dict[int, float] = {}
-        """Lease -> when it expires, in that order, for all have the same time. One that is closed goes when first."""
+        """Lease -> when it expires, in that order. One that is closed goes when it comes first."""
         self._granted_none: dict[str, tuple[int, int]] = {}
         """Actor -> the epoch and number of its last request that was granted nothing."""
         self._closed_at_s = -inf
@@ -54,8 +54,7 @@ class Leases:
         """Open an epoch for a client, which fences its older ones: their leases are lost at once.
 
         Raises:
-            BufferRefused: the name is taken by a client of another role, or is no usable name; or a newer process of
-                its name said hello before.
+            BufferRefused: the name is unusable, of another role, or a newer process of its name said hello.
         """
         if not is_name(message.name):
             raise BufferRefused(f"a client's name has 1 to {MAX_NAME_BYTES} bytes, got {message.name[:40]!r}")
@@ -84,9 +83,9 @@ class Leases:
         return actor
 
     def recognise(self, tx: Transaction, asker: Asker, message: Request) -> None:
-        """See that a request is of a client that was greeted, is the newest of its name, and asks for itself.
+        """Check that a request is of a greeted client, the newest of its name, and that it asks for itself.
 
-        An actor's own requests have an epoch, by which those of an older process are told apart where they are served.
+        An actor's own requests have an epoch, which is checked where they are served.
 
         Raises:
             BufferRefused: a newer process of its name said hello.
@@ -111,11 +110,7 @@ class Leases:
             raise BufferRefused(f"'{me}' was replaced by a newer process (epoch {actor.epoch})")
 
     def current(self, tx: Transaction, name: str, epoch: int) -> Actor:
-        """The client's row.
-
-        Raises:
-            BufferRefused: it never said hello, or a newer process of its name did.
-        """
+        """Return the client's row; BufferRefused if it never said hello, or a newer process of its name did."""
         actor = tx.actors.get(name) if is_name(name) else None
         if actor is None or epoch > actor.epoch:
             raise BufferRefused(
@@ -185,7 +180,6 @@ class Leases:
         return group
 
     def expire_due(self, tx: Transaction) -> None:
-        """Lose the leases whose time is over."""
         self._groups.prepare(tx)
         now = self._clock()
         for lease_id in list(takewhile(lambda each: self._deadlines[each] <= now, self._deadlines)):
@@ -204,10 +198,9 @@ class Leases:
         return None if next_at is None else max(0.0, next_at - self._clock())
 
     def outstanding(self, tx: Transaction) -> int:
-        """Groups in flight, waiting for their first use, or held by steps that are not finished.
+        """Return the groups in flight, waiting for their first use, or held by steps that are not finished.
 
-        Under replay without an age bound waiting groups do not count: actors run free, and eviction
-        bounds the store.
+        Under replay without an age bound waiting groups do not count: eviction bounds the store.
         """
         runs_free = self._config.replays and self._contract.bound() is None
         waiting = 0 if runs_free else self._groups.index.num_unused
@@ -261,7 +254,6 @@ class Leases:
         return group
 
     def _is_doomed(self, tx: Transaction, group: Group) -> bool:
-        """Are the group's committed samples past the bound already?"""
         ages = [] if group.oldest is None else [(tx.state.effective(group.oldest), group)]
         return any(self._contract.evict(ages, tx.state.version))
 

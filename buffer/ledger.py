@@ -3,12 +3,11 @@
     issued    = in_flight + committed + failed + handed_on
     committed = waiting + drawn + trained + dropped_stale + filtered + uninformative + evicted_unused
 
-A sample that its actor hands on is issued again with the tokens that it has. The states of the second line are
-disjoint. A sample is trained from its first finished step on; how often it was used is counted apart. Outside of both
-lines: duplicates, late commits, rows of fenced epochs, and quarantined rows that match no open lease.
+A sample that is handed on is issued again with its tokens. The states of the second line are disjoint. A sample is
+trained from its first finished step on. Outside of both lines: duplicates, late commits, rows of fenced epochs, and
+quarantined rows that match no open lease.
 
-The counters live in the state record and change in the transaction of the event. `leeway buffer verify`
-derives the same figures from the tables alone, so that a counter that drifts is noticed.
+The counters change in the transaction of the event. `leeway buffer verify` derives them from the tables.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from __future__ import annotations
 import msgspec
 
 REWARD_FAILED, GENERATION_FAILED, QUARANTINED = "reward failed", "generation failed", "quarantined"
-"""How the reason begins for which a sample failed, but for one whose lease was lost."""
+"""How the reason of a failed sample begins, unless its lease was lost."""
 FAILED_KINDS = {
     "failed_reward": REWARD_FAILED,
     "failed_generation": GENERATION_FAILED,
     "failed_quarantined": QUARANTINED,
 }
-"""Of the failed: name of the count -> how its reasons begin. All others are `failed_lease`."""
+"""Name of the count -> how its reasons begin. All others are `failed_lease`."""
 
 COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "uninformative", "evicted_unused")
-"""What can become of a committed sample."""
 COUNTS = ("issued", "in_flight", "committed", "failed", "handed_on", *COMMITTED_STATES)
-"""What both lines above speak of, in their order."""
 
 _SHOWN_AS = {"duplicates": "duplicate", "gap": "ledger_gap"}
 LEDGER_METRICS = {f"buffer/{_SHOWN_AS.get(name, name)}": name for name in (
@@ -35,7 +32,7 @@ LEDGER_METRICS = {f"buffer/{_SHOWN_AS.get(name, name)}": name for name in (
     "trained", "trained_uninformative", "dropped_stale", "filtered", "filtered_too_long", "uninformative",
     "evicted_unused", "quarantined", "duplicates", "late", "gap",
 )}  # fmt: skip
-"""What a step reports of a ledger: metric -> name of the count."""
+"""Metrics of a step: metric -> name of the count."""
 
 MAX_REASONS = 64
 MAX_REASON_LENGTH = 96
@@ -56,23 +53,23 @@ class Ledger(msgspec.Struct):
     dropped_stale: int = 0
     filtered: int = 0
     uninformative: int = 0
-    """Set aside with their group before any step, because its rewards were all equal."""
+    """Set aside with their group, whose rewards were all equal."""
     evicted_unused: int = 0
     duplicates: int = 0
     late: int = 0
     fenced: int = 0
     quarantined_outside: int = 0
-    """Rows or whole messages that match no open lease."""
+    """Rows or messages that match no open lease."""
     uses: int = 0
     """How often a sample entered a finished step."""
     redone_uses: int = 0
-    """Uses of samples that an earlier incarnation had trained on already; uses - redone_uses are effective."""
+    """Uses of samples that an earlier incarnation had trained on."""
     trained_uninformative: int = 0
-    """Of the trained: in a group whose rewards were all equal."""
+    """In a group whose rewards were all equal."""
     filtered_too_long: int = 0
-    """Of the filtered: longer than the longest sample that the run now allows, or left alone in their group by it."""
+    """Longer than the run now allows, or left alone in their group by it."""
     prompts_given_up: int = 0
-    """Prompts that were filtered so often that this epoch of the data continues without them."""
+    """Prompts that were filtered too often in this epoch of the data."""
     failed_by_reason: dict[str, int] = {}
     quarantined_by_reason: dict[str, int] = {}
 
@@ -107,7 +104,6 @@ class Ledger(msgspec.Struct):
             _count(self.failed_by_reason, reason, count)
 
     def hand_on(self, count: int) -> None:
-        """Samples in flight are left, to be issued again."""
         self.in_flight -= count
         self.handed_on += count
 

@@ -1,8 +1,7 @@
 """Lengths of completions: how those generated and those trained are distributed, and whether training leaves some out.
 
-Fidelity counts lengths in log-spaced buckets, two to an octave. Both distributions, of completions that were committed
-and of completions that entered a step, are counted with exponential forgetting, so that they tell of the last few
-thousand samples however long the run is.
+Fidelity counts lengths in log-spaced buckets, two to an octave, with exponential forgetting: of completions that were
+committed, and of those that entered a step.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import msgspec
 NUM_BUCKETS = 48
 """Two to an octave: completions up to 2^24 tokens."""
 ALARM = 0.2
-"""Kolmogorov-Smirnov distance of the lengths trained from those generated above which a run is warned."""
+"""Kolmogorov-Smirnov distance of trained from generated lengths above which a run is warned."""
 MIN_SAMPLES = 256
-"""Completions trained on before any alarm: few samples differ from any distribution."""
+"""Completions trained on before any alarm."""
 MEMORY = 4096
-"""Completions after which the counts have faded by e: enough for a 95th percentile, and few enough to follow a run."""
+"""Completions after which the counts have faded by e."""
 NUM_NAMED = 3
-"""How many starved buckets a warning names."""
+"""Starved buckets that a warning names."""
 _RESCALE_AT = 1e9
 _LONG = 0.95
 
@@ -41,7 +40,6 @@ _BUCKETS = bytes(_bucket(num_tokens) for num_tokens in range(2**16))
 
 
 def bounds_of(bucket: int) -> tuple[int, int]:
-    """The least and greatest length of a bucket, in tokens."""
     return ceil(2 ** (bucket / 2)), ceil(2 ** ((bucket + 1) / 2)) - 1
 
 
@@ -69,7 +67,6 @@ class LengthCounts(msgspec.Struct):
         return sum(self.counts) / self.unit
 
     def shares(self) -> list[float]:
-        """The share of each bucket; all 0 before the first sample."""
         total = sum(self.counts)
         return [count / total for count in self.counts] if total else [0.0] * NUM_BUCKETS
 
@@ -80,15 +77,14 @@ class LengthFidelity(msgspec.Struct, frozen=True):
     ks: float = 0.0
     """Kolmogorov-Smirnov distance over the buckets: 0 the same, 1 disjoint; 0 before any training."""
     p95_ratio: float = 1.0
-    """95th percentile trained over that generated, below 1 where long answers are starved; 1 before any training.
-    Within buckets of half an octave it is interpolated, so it can be off by a factor of sqrt(2) at most, if the lengths
-    of one bucket lie on one of its ends."""
+    """95th percentile trained over that generated, below 1 if long answers are starved; 1 before any training. It is
+    interpolated within buckets, so it is off by a factor of sqrt(2) at most."""
     covered: float = 0.0
-    """Share of the groups whose longest completion was no longer than foretold: 0.9 is right; 0 before any."""
+    """Share of the groups whose longest completion was no longer than predicted: 0.9 is right; 0 before any."""
     foretold: float = 0.0
-    """Share of the variance among prompts' mean lengths, in logarithms, that was foretold."""
+    """Predicted share of the variance among prompts' mean log lengths."""
     late: float = 0.0
-    """Share of the groups that the slowest lane would have been late with, by what was foretold."""
+    """Share of the groups that the slowest lane was predicted to be late with."""
 
 
 class Fidelity(msgspec.Struct):
@@ -134,5 +130,4 @@ def quantile(shares: Sequence[float], share: float) -> float:
 
 
 def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:
-    """The greatest difference between two cumulative distributions over the same buckets."""
     return max(abs(a - b) for a, b in zip(accumulate(first), accumulate(second), strict=True))

@@ -1,9 +1,9 @@
-"""What is not believed: who sent it, how often, and the evidence.
+"""Quarantine of invalid messages and rows, with counts per sender.
 
-Quarantine  what failed validation: counted for ever, and of it the newest is kept to look at, of every sender a share
-Senders     which connection is which client, and what each of them sent that no client of the run would
+Quarantine  counts all, and keeps the newest to look at, with a share for every sender
+Senders     which connection is which client, and how often each sent something invalid
 
-A sender is a client that was greeted, by its name, or a stranger, by where it came from.
+A sender is a greeted client, by its name, or a stranger, by its address.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from buffer.transaction import Transaction
 from common.rpc.server import STRANGER
 
 MAX_QUARANTINED = 1024
-"""How many quarantined rows and messages are kept to look at."""
 MAX_QUARANTINED_BYTES = 64 * 2**10
 MAX_SENDERS = 64
-"""So many senders of nonsense are told apart, the others are counted together."""
+"""More senders are counted together."""
 OTHERS = "others"
 
 _PACED_FROM = 64
 _PACE_S = 1.0
-"""Of a sender of whom so many are kept one is kept in so long, so that its flood is not written to disk."""
+"""Seconds between two kept entries of a sender that has `_PACED_FROM`: a flood is not written to disk."""
 _MAX_CONNECTIONS = 4096
 _MAX_FIRST = 200
 
@@ -36,9 +35,9 @@ class SetAside(NamedTuple):
 
     reason: str
     sender: str
-    """Who sent it, as far as it is known; '' in stores of earlier releases."""
+    """'' : not known."""
     data: bytes
-    """Its first bytes: of one row as a record, or of a message that no row could be read from."""
+    """First bytes of a row as a record, or of a message."""
 
     @classmethod
     def of(cls, value: bytes) -> SetAside:
@@ -51,21 +50,17 @@ class SetAside(NamedTuple):
 
 
 class Quarantine:
-    """Where it is full, whoever has most in it makes room: nobody can push the evidence of others out.
-
-    Strangers have one share together, for they can be as many as they like.
-    """
+    """When full, the sender with the most entries makes room. Strangers have one share together."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._shares: dict[str, deque[int]] | None = None
-        """Of whom which numbers are kept, oldest first; None: to be read anew."""
+        """Sender -> the numbers of its entries, oldest first; None: to be read anew."""
         self._kept_at: dict[str, float] = {}
 
     def set_aside(
         self, tx: Transaction, reason: str, data: bytes | memoryview, *, sender: str, matches_lease: bool = False
     ) -> None:
-        """Count a quarantined row or message, and keep its first bytes."""
         state = tx.state
         state.ledger.quarantine(reason, matches_lease=matches_lease)
         tx.undo.append(self._forget)
@@ -97,14 +92,12 @@ class Senders:
         self._nonsense: dict[str, Nonsense] = {}
 
     def heard(self, connection: bytes, name: str) -> None:
-        """This connection is that client's, which was greeted."""
         if self._names.get(connection) != name:
             self._names[connection] = _plain(name)
             while len(self._names) > _MAX_CONNECTIONS:
                 del self._names[next(iter(self._names))]
 
     def name(self, connection: bytes, peer: str) -> str:
-        """Who is at the other end, as far as it is known."""
         return self._names.get(connection, peer)
 
     def blame(self, sender: str, what: str, count: int = 1) -> None:

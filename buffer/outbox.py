@@ -22,12 +22,12 @@ from common.rpc.client import Answer, RpcClient, settle
 R = TypeVar("R")
 
 COALESCE_S = 0.005
-"""How long trajectories are collected for one message: little beside what it takes to generate one."""
+"""How long trajectories are collected for one message."""
 MAX_ROWS_PER_MESSAGE = 256
 MAX_BYTES_PER_MESSAGE = 2**20
-"""More that wait are sent in several messages: a slow link must not be busy with one for long."""
+"""More is sent in several messages: a slow link must not be busy with one for long."""
 ROW_OVERHEAD_BYTES = 256
-"""What a trajectory takes in a message beside its tokens and log-probabilities, about."""
+"""What a trajectory takes in a message beside its arrays, about."""
 
 
 class Together(Generic[R]):
@@ -71,14 +71,7 @@ class Outbox:
     """Takes trajectories from any thread; the IO thread of the transport sends them."""
 
     def __init__(self, name: str, run_id: str, give_up_s: float, transport: Callable[[], RpcClient]) -> None:
-        """Start empty.
-
-        Args:
-            name: of the client.
-            run_id: of its run.
-            give_up_s: after so long without a word the service is unavailable.
-            transport: gives the client's, which is made after the outbox that it pumps.
-        """
+        """Start empty. `give_up_s` is the timeout; `transport` gives the client's, which is made after the outbox."""
         self._name = name
         self._run_id = run_id
         self._give_up_s = give_up_s
@@ -92,7 +85,6 @@ class Outbox:
         self._outstanding_rows = 0
         self._outstanding_bytes = 0
         self._next_seq = 0
-        """Of the next row that is sent; the IO thread's alone."""
         self._closing = False
 
     def open(self, epoch: int, credit: p.Credit) -> None:
@@ -139,11 +131,7 @@ class Outbox:
             return self._has_room(size_bytes(trajectory))
 
     def pump(self) -> float | None:
-        """Send the rows that waited long enough or fill a message; runs in the IO thread.
-
-        Returns:
-            In how many seconds the next row is due; None without rows.
-        """
+        """Send the rows that are due or fill a message; return the seconds to the next one. Runs in the IO thread."""
         while True:
             with self._lock:
                 if not self._rows:
@@ -266,11 +254,7 @@ def num_fitting(sizes: Iterable[int], room: int) -> int:
 
 
 def checked(body: memoryview) -> memoryview:
-    """The body, where the service would take it: a larger one would cost the connection, and be sent again.
-
-    Raises:
-        ValueError: it is too large.
-    """
+    """Return the body; ValueError if it is too large: it would cost the connection, and be sent again."""
     if len(body) > MAX_MESSAGE_MIB * 2**20:
         raise ValueError(
             f"a message of {len(body)} bytes exceeds the {MAX_MESSAGE_MIB} MiB that the buffer takes in one"

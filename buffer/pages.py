@@ -1,9 +1,8 @@
 """Checks the structure of an LMDB file without LMDB: its meta pages, trees, and the account of its pages.
 
-LMDB believes what it reads: a zeroed page ends the process with an assertion, a flipped bit in the
-number of a transaction brings the state before it back in silence, and one in the length of a long
-value lets its removal free pages of others. So the file is walked once before LMDB maps it. Values
-are not looked at: their checksums are `Table`'s business.
+LMDB believes what it reads: a zeroed page ends the process, a flipped bit in the number of a transaction silently
+brings back the state before it, and one in the length of a long value lets its removal free pages of others. So the
+file is walked once before LMDB maps it. Values have checksums of their own (`Table`).
 
 Every page is in use exactly once: a tree's branch or leaf, part of a long value, or on the free list.
 Layout: LMDB 0.9, little-endian, data version 1.
@@ -65,15 +64,10 @@ class _Nodes(NamedTuple):
 
 
 def check(data: Path, *, deep: bool = False) -> int:
-    """Walk the file, which nothing may write to meanwhile.
+    """Walk the file, which nothing may write to meanwhile, and return its number of pages.
 
-    Args:
-        data: the LMDB file.
-        deep: follow long values too, and account for every page. Else only branches, leaves and the free
-            list are read: a small part of the file, so that it can be done at every start.
-
-    Returns:
-        How many pages it has, free ones too.
+    `deep` follows long values too, and accounts for every page. Else only branches, leaves and the free list are read,
+    which is fast enough for every start.
 
     Raises:
         StoreError: the file is cut off or damaged; names the page.

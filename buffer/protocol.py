@@ -1,9 +1,7 @@
-"""Messages between `BufferClient` and `BufferService`; the body, where there is one, is an Arrow IPC stream.
+"""Messages between `BufferClient` and `BufferService`; a body, if any, is an Arrow IPC stream.
 
-A client says hello first; whoever has not is refused, and so is one that asks what `ASKED_BY` does not give its role.
-
-A request is safe to send again: each names what it is about (an epoch and sequence number, a lease, a step), so the
-service can recognise it.
+A client sends Hello first. One that has not, or asks what `ASKED_BY` does not give its role, is refused. Requests are
+idempotent: each names what it is about (an epoch and sequence number, a lease, a step).
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ class Hello(Message, frozen=True):
     role: Role
     name: str
     session: str
-    """Random per client process: the same Hello sent twice opens one epoch only. All three are those of the `Asker`,
-    by which the service knows the client again whatever it asks."""
+    """Random per client process: the same Hello sent twice opens one epoch. All three are those of the `Asker`."""
 
 
 class LeaseRequest(Message, frozen=True):
@@ -46,11 +43,11 @@ class LeaseRequest(Message, frozen=True):
     """Counts up per epoch; the same number asked again returns the same leases."""
     max_groups: Count
     lane: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    """Those of a lane, a pool of actors, are alike fast."""
+    """The pool of the actor; those of a lane are of one speed."""
     token_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
     """Seconds for a token of each sample that the actor has room for; 0: not known."""
     wants_lengths: bool = False
-    """It depends on how long answers will be what its engine has room for."""
+    """Predictions of lengths are to come with the leases."""
 
 
 class Push(Message, frozen=True):
@@ -74,9 +71,8 @@ class GiveUp(Message, frozen=True):
 
 
 class HandOn(Message, frozen=True):
-    """Samples of a lease that the actor leaves unfinished; the body holds what it has of them, an Arrow IPC stream of
-    trajectories whose finish_reason is `trajectory.HANDED_ON`. Of some there may be none: they begin anew, or where
-    they began before.
+    """Samples of a lease that the actor leaves unfinished; the body holds what it has of them, as trajectories with
+    finish_reason `schema.HANDED_ON`. Others start anew, or where they started before.
     """
 
     is_bulk: ClassVar[bool] = True
@@ -87,7 +83,7 @@ class HandOn(Message, frozen=True):
     attempt: Count
     sample_indices: list[Count]
     goes_on: bool = False
-    """The actor goes on with them: what there is so far is only kept, in case that it dies."""
+    """The actor continues: what there is so far is only kept, in case it dies."""
 
 
 class Renew(Message, frozen=True):
@@ -112,9 +108,8 @@ class DrawRequest(Message, frozen=True):
 
 
 class TakeUnscored(Message, frozen=True):
-    """Ask for samples of ready groups that lack log-probabilities of the reference; nobody else gets them for a while.
-
-    As many groups as have at most `max_tokens` tokens together, but at least one. Answered at once.
+    """Ask for samples of ready groups that lack log-probabilities of the reference; they are handed to no other client
+    for a while. As many groups as have at most `max_tokens` tokens together, but at least one.
     """
 
     max_tokens: Count
@@ -129,15 +124,15 @@ class VisitsRequest(Message, frozen=True):
 
 
 class Expect(Message, frozen=True):
-    """What prompts are expected to be like that no group was seen of; the body is an Arrow IPC stream of
-    `schema.EXPECTED`, a row for each prompt from `first` on.
+    """Predictions of the lengths of prompts without a group; the body has rows of `schema.EXPECTED`, for each prompt
+    from `first` on.
     """
 
     is_bulk: ClassVar[bool] = True
 
     first: Count
     variance: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
-    """Of what a prompt has of its own, around that."""
+    """Of a prompt's own part, around the prediction."""
 
 
 class StepFinished(Message, frozen=True):
@@ -211,24 +206,23 @@ class Lease(msgspec.Struct, frozen=True):
     """No request of this lease starts below this version."""
     timeout_s: float
     prefixes: list[int] = []
-    """Of these samples the first tokens are there."""
+    """Samples with partial rollouts."""
     usual_tokens: float = 0.0
-    """Geometric mean of the tokens that completions of its prompt are likely to have; 0: nobody knows, or asked."""
+    """Predicted geometric mean of the tokens of its prompt's completions; 0: not known, or not asked for."""
 
 
 class LeaseGrant(Message, frozen=True):
-    """Answer to LeaseRequest; without leases where admission is closed for now. The body is empty, or an Arrow IPC
-    stream of what earlier leases made of their samples: a row for each of the `prefixes` of each lease, in order.
+    """Answer to LeaseRequest; without leases while admission is closed. The body has a row for each of the `prefixes`
+    of each lease, in order.
     """
 
     leases: list[Lease]
     newest: tuple[int, int]
     draining: bool
     hand_on_at: Count = 0
-    """From now on the actor hands samples on that have so many tokens, for they would be late, and there is a faster
-    lane; 0: it makes all of them to their end."""
+    """Samples with so many tokens are to be handed on, for they would be late, and there is a faster lane; 0: none."""
     is_near_bound: bool = False
-    """Admission was closed a short time ago: what this actor leases before it needs it, another one lacks."""
+    """Admission was closed a short time ago, so the actor should lease no more than it needs."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
@@ -236,7 +230,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
 
     seq: int
     outcome: str
-    """'committed', 'duplicate' (settled before, so nothing is left to do), 'late', 'fenced' or 'quarantined'."""
+    """'committed', 'duplicate', 'late', 'fenced' or 'quarantined'."""
     reason: str = ""
 
 
@@ -270,11 +264,11 @@ class DrawReply(Message, frozen=True):
     record_ids: list[int]
     """One per trajectory: the key under which scores are written back."""
     waiting_for: str = ""
-    """Where not ready: what is missing and who owes it."""
+    """If not ready: what is missing and who owes it."""
     ledger: dict[str, int] = msgspec.field(default_factory=dict)
     """The counts of `Status.ledger` in the transaction of the draw."""
     lengths: list[int] = msgspec.field(default_factory=list)
-    """Tokens of each trajectory, prompt included: enough to pack them without reading the body."""
+    """Tokens of each trajectory, prompt included."""
     fidelity: LengthFidelity = LengthFidelity()
 
 
@@ -289,9 +283,9 @@ class VisitsReply(Message, frozen=True):
     """Answer to VisitsRequest; the body is an Arrow IPC stream of `schema.VISITS`."""
 
     num_seen: int
-    """Prompts of which groups were seen; the body has no more than `length_model.MOST_TOLD` of them."""
+    """Prompts with a group; the body has at most `length_model.MOST_TOLD` of them."""
     is_expecting: bool
-    """It was told what to expect of the others, since it started."""
+    """It has predictions of the others."""
 
 
 class IncarnationReply(Message, frozen=True):
@@ -310,14 +304,14 @@ STAGES = {
     "commit": "write and sync",
     "acknowledge": "send the answers",
 }
-"""Of a turn of the service, with what it does in each."""
+"""Stages of a turn of the service."""
 
 
 class Nonsense(msgspec.Struct, frozen=True):
     """What one sender sent that no client of the run would."""
 
     count: int
-    """Messages that were refused at the door, and messages and rows that were set aside."""
+    """Messages that were refused, and messages and rows that were quarantined."""
     first: str
 
 
@@ -376,7 +370,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     Published: _LEARNER,
     CheckpointDurable: _LEARNER,
 }
-"""Who may ask what. A client asks for itself alone: what names an actor names the one that asks."""
+"""Who may ask what."""
 
 PROTOCOL = Protocol(
     "buffer service",

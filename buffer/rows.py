@@ -4,10 +4,9 @@
     | spans | reward parts | token_ids | logprobs | reference_logprobs | names | texts
 
 A group is drawn and evicted as a whole, so its samples lie together as far as they arrived together. Each has a record
-number of its own, in its header; a block lies under the least of them. A section holds the values of all rows one after
-the other and begins at a multiple of the size of its numbers, so that NumPy reads it in place, without a copy. The
-headers say how long the part of each row is. An Arrow message per block would carry 2.4 kB of metadata and cost 25
-microseconds; this layout is derived from `buffer.schema.SCHEMA`, and `decode` gives those columns back.
+number in its header; a block lies under the least of them. A section holds the values of all rows, aligned, so that
+NumPy reads it in place; the headers say how long the part of each row is. An Arrow message per block would carry 2.4 kB
+of metadata and cost 25 microseconds.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ HEADER = np.dtype(
         ("flags", "<u4"),
     ]
 )
-"""The reward is NaN where there is none; a stored reward is finite."""
+"""The reward is NaN if there is none; a stored reward is finite."""
 assert HEADER.itemsize % 8 == 0
 _HAS_REFERENCE = 1
 _ITEM_SIZES = np.array([size for _, size in _SECTIONS], np.int64)
@@ -158,17 +157,14 @@ def records_in(block: bytes | memoryview) -> dict[int, int]:
 
 
 def num_tokens_in(block: bytes | memoryview) -> int:
-    """Tokens of its longest row, prompt included."""
     return int(_headers_of(block)["num_token_ids"].max())
 
 
 def group_of(block: bytes | memoryview) -> int:
-    """The group that all rows of a block belong to."""
     return int(_headers_of(block)["group_id"][0])
 
 
 def only(block: bytes | memoryview, record: int) -> bytes:
-    """A block of one row of a block."""
     headers = _headers_of(block)
     row = headers["record"].tolist().index(record)
     start = _PREFIX.size + headers.nbytes
@@ -197,7 +193,6 @@ def list_array(
 
 
 def text_array(data: bytes, sizes: npt.NDArray[Any]) -> pa.Array:
-    """A string column from its UTF-8 bytes and the size of each."""
     return pa.StringArray.from_buffers(len(sizes), pa.py_buffer(bounds_of(sizes)), pa.py_buffer(data))
 
 
@@ -211,7 +206,6 @@ def bounds_of(counts: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.int32]
 
 
 def _sections(column: dict[str, pa.Array]) -> tuple[list[memoryview], list[npt.NDArray[np.int64]]]:
-    """The flat bytes of every section, and the bounds of each row in items."""
     spans, parts = column["spans"], column["reward_parts"]
     span_bounds, part_bounds = list_bounds(spans), list_bounds(parts)
     span_values = spans.flatten()
@@ -238,7 +232,6 @@ def _bytes_of(values: npt.NDArray[Any]) -> memoryview:
 
 
 def _text_bytes(column: pa.Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """The UTF-8 bytes of a string column without nulls, and the bounds of each row in them."""
     _, offsets, data = column.buffers()
     bounds = np.frombuffer(offsets, np.int32, len(column) + 1, column.offset * 4).astype(np.int64)
     flat = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)

@@ -1,7 +1,7 @@
 """Samplers: which of the eligible groups enter a step.
 
-A sampler is a frozen object with one method that chooses. It sees the eligible groups in the index, reads no row, and
-all its chance comes from the generator it is given, so that a draw can be repeated.
+A sampler is a frozen object with one method. It sees the eligible groups in the index, reads no row, and uses only the
+generator it is given, so that a draw can be repeated.
 
     Fifo            the oldest tokens first
     Weighted        by chance, in proportion to a weight: `uniform`, `reward_softmax` or `prioritised`
@@ -35,26 +35,19 @@ Random = np.random.Generator
 Ids = AbstractSet[int]
 
 EPSILON = 0.01
-"""Of `prioritised`: a group whose rewards are all the same keeps a chance, a hundredth of one whose spread is 1."""
+"""Of `prioritised`: weight of a group whose rewards are all equal, as if their spread were so large."""
 TAU = 8.0
-"""Of `prioritised`: versions after which the weight of a group has fallen by e. Another law is a function of yours."""
+"""Of `prioritised`: versions after which the weight of a group has fallen by e."""
 NOTHING: frozenset[int] = frozenset()
 _FINENESS = 2**32
-"""Into how many parts `systematic_shares` divides the distance of two marks."""
+"""Parts into which `systematic_shares` divides the distance of two marks."""
 
 
 class Sampler(Protocol):
     """Chooses groups for a step."""
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        """Up to `num_groups` group ids; fewer where there are no more.
-
-        Args:
-            candidates: whose ready groups are within the age bound.
-            num_groups: how many to choose.
-            random: the only source of chance.
-            taken: groups that another sampler has chosen already.
-        """
+        """Return up to `num_groups` group ids of the ready `candidates`, without those `taken` by another sampler."""
         ...
 
 
@@ -70,9 +63,7 @@ def reward_softmax(temperature: float) -> Weight:
 def prioritised(group: Group, oldest: int) -> float:
     """(spread of the rewards + `EPSILON`) * exp(-age / `TAU`), age in versions.
 
-    A group whose samples all have the same reward teaches little: its advantages are 0. Every group's
-    age grows alike, so the ratio of two weights never changes, and exp(oldest / TAU) stands for
-    exp(-age / TAU) at every version.
+    A group of equal rewards teaches little. All ages grow alike, so exp(oldest / TAU) stands for exp(-age / TAU).
     """
     return math.log(group.reward_spread + EPSILON) + oldest / TAU
 
@@ -97,8 +88,7 @@ class Weighted:
 class LengthBalanced:
     """From every length bucket in proportion to the groups that wait in it, so that no length starves.
 
-    The shares of a step are whole numbers; systematic sampling with a random start makes each right on
-    average, so that a bucket of one in a thousand gets its turn too.
+    Shares are whole numbers; systematic sampling with a random start makes each right on average.
     """
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
@@ -116,8 +106,7 @@ class LengthBalanced:
 class OnPolicyShare:
     """A share m of the newest tokens, the rest by another sampler (trajectory balance with asynchrony, TBA).
 
-    The newest keep the learner near its own policy; the rest is replay. m * G need not be a whole number:
-    it is rounded up or down by chance, so that the newest have the share m on average over steps.
+    m * G is rounded up or down by chance, so that the newest have the share m on average over steps.
     """
 
     share: float
@@ -139,11 +128,7 @@ class FromFile:
     sampler: Sampler
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        """The sampler's choices.
-
-        Raises:
-            BufferRefused: it raised, or took more than was asked for, or what is not to be had.
-        """
+        """Return the sampler's choices; BufferRefused if it raised, or took too many or what is not to be had."""
         try:
             chosen = [int(group_id) for group_id in self.sampler.choose(candidates, num_groups, random, taken)]
         except Exception as error:
@@ -160,10 +145,9 @@ class FromFile:
 
 
 def from_file(key: str, reference: str) -> tuple[Sampler | None, Weight | None]:
-    """What FILE.py:NAME is, by the key that names it: a sampler, or the weight that groups are drawn by.
+    """Return the sampler, or the weight that groups are drawn by, of FILE.py:NAME, which `key` names.
 
-    Raises:
-        UserFileError: the file has none of that name, or it is neither, or a weight fails on an ordinary group.
+    UserFileError if it is neither, or fails on an ordinary group.
     """
     found, setting = load_object(reference), f"buffer.{key} = '{reference}'"
     if isinstance(found, type):
@@ -195,9 +179,9 @@ def _ordinary_group() -> Group:
 
 
 def _checked(setting: str, weight: Weight) -> Weight:
-    """A weight of a user's; where it raises or gives no number the group has the weight 1, and the log says so.
+    """Wrap a user's weight: if it raises or returns no number the group has the weight 1, and the log says so.
 
-    It is asked at every change of a group, so the log has the first failure, and each that doubles their number.
+    The log has the first failure, and each that doubles their number.
     """
     failures = count(1)
 
@@ -218,11 +202,7 @@ def _checked(setting: str, weight: Weight) -> Weight:
 
 
 def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
-    """The sampler that the configuration names, and the weight that it draws by.
-
-    Raises:
-        UserFileError: it names a file of the user's that has no such sampler.
-    """
+    """Return the sampler of the configuration, and its weight; UserFileError if a user's file has none."""
     key = "replay_sampler" if config.sampler == "on_policy_share" else "sampler"
     name = getattr(config, key)
     weights = {
@@ -244,11 +224,7 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
 def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict[int, int]:
     """Divide `num` among strata in proportion to their counts, none getting more than it has.
 
-    Args:
-        counts: how many each stratum has.
-        num: how many are wanted; capped at what there is.
-        start: in [0, 1): where on the line of all counts the first of `num` evenly spaced marks lies, in
-            units of their spacing.
+    `start`, in [0, 1), is where on the line of all counts the first of `num` even marks lies, in their spacing.
     """
     total = sum(counts.values())
     num = min(num, total)

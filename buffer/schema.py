@@ -1,7 +1,6 @@
 """A trajectory, one sample and what is known of it; its Arrow schema; and how trajectories become bytes and back.
 
-A message body is an Arrow IPC stream of exactly one uncompressed record batch. A block on disk holds
-some rows of it in the layout of `buffer.rows`; an exported table has the same columns.
+A message body is an Arrow IPC stream of exactly one uncompressed record batch. An export has the same columns.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from buffer.rows import INTEGERS, PART, SCHEMA_VERSION, SPAN, WALL_TIMES, list_a
 from common.staleness import PolicyVersion
 
 COMPLETE = ("stop", "length")
-"""Why a sample ends: an end-of-sequence token, or as many tokens as it may have."""
+"""Why a sample ends: an end-of-sequence token, or the limit of tokens."""
 HANDED_ON: Literal["handed_on"] = "handed_on"
-"""Why the tokens of one end that is not complete."""
+"""Why a partial rollout ends."""
 
 _NULLABLE = ("reward", "reference_logprobs")
 _METADATA = {"schema_version": str(SCHEMA_VERSION)}
@@ -56,14 +55,14 @@ SCORES = pa.schema([_always("record_id", pa.int64()), _always("logprobs", pa.lis
 VISITS = pa.schema(
     [_always("prompt_id", pa.int64()), _always("mean", pa.float32()), _always("variance", pa.float32())], _METADATA
 )
-"""What is known of the lengths of answers to prompts, on its way to the ranker: `planning.length_model.Visit`."""
+"""What is known of the lengths of prompts: `buffer.tables.Visit`."""
 
 EXPECTED = pa.schema([_always("mean", pa.float32())], _METADATA)
-"""What is expected of prompts that follow each other, on its way back."""
+"""Predictions of the ranker, of prompts that follow each other."""
 
 _ARROW_MARK = b"\xff\xff\xff\xff"
 MAX_METADATA_BYTES = 64 * 2**10
-"""Ours has 4 kB. A schema of a million columns takes long to parse; it is refused by its size."""
+"""Ours has 4 kB. A schema of a million columns takes long to parse."""
 
 MAX_REWARD_PARTS = 256
 _HEADER_TYPE, _HEADER, _CUSTOM_METADATA = 1, 2, 4
@@ -113,18 +112,18 @@ class Trajectory:
     spans: tuple[VersionSpan, ...]
     """Cover the completion tokens without gap, in order."""
     reward: float | None
-    """None: no reward function applied, so the sample is counted as filtered."""
+    """None: no reward function applied; the sample is filtered."""
     finish_reason: str
     """One of `COMPLETE`; `HANDED_ON` on the way from one actor to the next."""
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The task's columns of this prompt, JSON-serialisable."""
+    """The task's columns of this prompt, as JSON."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """log pi_ref of each completion token; None until the learner has scored it."""
     actor: str = ""
     epoch: int = 0
     seq: int = 0
-    """(actor, epoch, seq) is the key for de-duplication; the client fills it in."""
+    """(actor, epoch, seq) is the key for de-duplication; set by the client."""
     started_s: float = 0.0
     finished_s: float = 0.0
     """Wall time, seconds since the Unix epoch."""
@@ -156,10 +155,9 @@ class Sender(NamedTuple):
 
 
 def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> pa.RecordBatch:
-    """Trajectories as one Arrow record batch of `SCHEMA`; a sender replaces their `actor`, `epoch` and `seq`.
+    """Return trajectories as one record batch of `SCHEMA`; a sender replaces their `actor`, `epoch` and `seq`.
 
-    Raises:
-        TypeError: `columns` holds something that JSON cannot.
+    TypeError if `columns` holds something that JSON cannot.
     """
     many = list(trajectories)
     num = len(many)
@@ -202,25 +200,21 @@ def _metadata_of(schema: pa.Schema) -> pa.Buffer:
 
 @lru_cache(maxsize=8)
 def _empty_stream(schema: pa.Schema) -> pa.Buffer:
-    """An IPC stream of this schema without record batches."""
     sink = pa.BufferOutputStream()
     pa.ipc.new_stream(sink, schema).close()
     return sink.getvalue()
 
 
 def encode(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> memoryview:
-    """Trajectories as a message body; see `to_batch`."""
     return write_stream(to_batch(trajectories, run_id, sender))
 
 
 def encode_scores(record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> memoryview:
-    """Reference log-probabilities of records as a message body."""
     columns = [pa.array(record_ids, pa.int64()), _lists(logprobs, np.float32)]
     return write_stream(pa.RecordBatch.from_arrays(columns, schema=SCORES))
 
 
 def encode_expected(means: npt.NDArray[np.float32]) -> memoryview:
-    """What is expected of prompts that follow each other as a message body."""
     return write_stream(pa.RecordBatch.from_arrays([pa.array(means, pa.float32())], schema=EXPECTED))
 
 
@@ -229,8 +223,8 @@ def read_stream(
 ) -> pa.RecordBatch:
     """Read a message body from outside into a fully validated record batch of the expected schema.
 
-    The order matters: a compressed body is refused by its metadata, before anything expands; the
-    schema is compared before the columns are touched; offsets and UTF-8 are validated before use.
+    The order matters: a compressed body is refused before anything expands, the schema is compared before the columns
+    are touched, and offsets and UTF-8 are validated before use.
 
     Raises:
         BadBody: it is not one uncompressed record batch of exactly this schema, or has too many rows.
@@ -286,10 +280,7 @@ def join_rows(
     records: Sequence[int],
     scores: Sequence[npt.NDArray[np.float32] | None] = (),
 ) -> pa.RecordBatch:
-    """Records out of blocks from disk, which hold each of them once, as one record batch.
-
-    With the reference log-probabilities of each that were written since, or None.
-    """
+    """Return records out of blocks, which hold each of them once, as one record batch, with their `scores` if any."""
     columns = rows.decode(blocks)
     batch = _batch_of(columns)
     if (stored := columns["record"]).tolist() != list(records):
@@ -299,16 +290,11 @@ def join_rows(
 
 
 def all_rows(blocks: Sequence[bytes | memoryview]) -> pa.RecordBatch:
-    """Every row of some blocks from disk, one after the other, as one record batch."""
     return _batch_of(rows.decode(blocks))
 
 
 def read_prefixes(body: bytes | memoryview) -> Iterator[Prefix]:
-    """What a grant holds of samples, in their order.
-
-    Raises:
-        BadBody: it is not the body of a grant.
-    """
+    """Yield what a grant holds of samples, in their order; BadBody if it is not the body of a grant."""
     batch = read_stream(body)
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     tokens, token_bounds = rows.flat_values(column["token_ids"])
@@ -403,16 +389,10 @@ def _first_null(name: str, values: pa.Array) -> str:
 
 
 def is_compressed(metadata: bytes) -> bool:
-    """Does this record-batch message declare a compressed body?
+    """Return whether this record-batch message declares a compressed body; ValueError if it is none.
 
-    pyarrow decompresses while it reads and offers no switch against it, so 33 KB from outside could
-    become 1 GiB. The metadata is a small flatbuffer (Apache Arrow format, Message.fbs) that says so first.
-
-    Args:
-        metadata: the flatbuffer of an IPC message, without its length prefix.
-
-    Raises:
-        ValueError: it is not the metadata of a record batch.
+    pyarrow decompresses while it reads, so 33 KB from outside could become 1 GiB. The metadata, a small flatbuffer
+    (Apache Arrow format, Message.fbs), says so first; `metadata` is without its length prefix.
     """
     try:
         message = _flatbuffer_u32(metadata, 0)

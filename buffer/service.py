@@ -1,7 +1,7 @@
 """BufferService: the one process that owns the store, behind a ZeroMQ ROUTER.
 
-One thread, one loop. Each turn takes all messages that wait, answers them in ONE transaction, and
-sends the replies after its commit: under load many acknowledgements share one fsync.
+One thread. Each turn takes all messages that wait, answers them in one transaction, and sends the replies after its
+commit: under load many acknowledgements share one fsync.
 """
 
 from __future__ import annotations
@@ -37,19 +37,17 @@ from common.run import RunFacts
 log = logging.getLogger(__name__)
 
 INBOX_BYTES = 256 * 2**20
-"""What all clients together may have sent without an acknowledgement, which bounds the service's memory. A turn takes
-4 MiB, so it is many turns ahead of what any disk syncs."""
+"""What all clients together may have sent without an acknowledgement; bounds the service's memory."""
 _MAX_TURN_MESSAGES = 512
 _MAX_TURN_BYTES = 4 * 2**20
-"""So much is taken in between two commits: more share one fsync, fewer are acknowledged sooner."""
+"""Taken in between two commits: more share one fsync, fewer are acknowledged sooner."""
 _MAX_PARKED = 64
-"""Draws that wait at once; one learner has one or two."""
 _IDLE_S = 0.2
-"""How long a turn may wait for messages, which bounds how late `stop` is noticed."""
+"""Longest wait of a turn for messages; bounds how late `stop` is noticed."""
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
 _FULL_HEARD_S = 5.0
-"""So long after it a push that was put off has been tried again."""
+"""Seconds after which a push that was put off has been tried again."""
 _FORGET_S = 60.0
 _MAX_CREDIT_ROWS = 1536
 _LEAST_CREDIT = p.Credit(64, 2**20)
@@ -97,10 +95,9 @@ class _Answers(NamedTuple):
 
 
 def keep_memory() -> None:
-    """Spare a busy service what is sensible elsewhere: looking for cycles, and giving memory back after every turn.
+    """Spare a busy service collections, and giving memory back after every turn.
 
-    A turn makes some ten thousand small objects and some buffers of megabytes. All of them are gone
-    after it, none in a cycle, and the next turn needs the same again.
+    A turn makes some ten thousand small objects and some buffers of megabytes, none in a cycle, and frees all of them.
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
@@ -120,10 +117,9 @@ class BufferService:
         keys: ServiceKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the store. With keys only the holders of the run's client key are let in, else who reaches the socket.
+        """Open the store; StoreError as `Store`, or if the configuration contradicts itself.
 
-        Raises:
-            StoreError: see `Store`; or the configuration contradicts itself.
+        With keys only holders of the run's client key connect.
         """
         self._config = config
         self._clock = clock
@@ -156,15 +152,14 @@ class BufferService:
         """Messages of this turn that go into the quarantine."""
         self._stages = Stages()
         self._full_until = 0.0
-        """Until then the disk is taken to be full: nothing is written of which no message asks."""
+        """Until then the disk is taken to be full: nothing is written unless a message asks for it."""
         self._full_because = ""
         self._hearing = Hearing(clock)
 
     def bind(self) -> str:
         """Bind, and return the address for clients. With port 0, the port of the last run in this folder is kept.
 
-        Raises:
-            StoreError: the address is in use or does not exist, or the port cannot be written down.
+        StoreError if the address is in use or does not exist, or the port cannot be written down.
         """
         try:
             return self._rpc.bind(self._config.host, self._config.port, self._folder / PORT, section="buffer")
@@ -172,11 +167,7 @@ class BufferService:
             raise StoreError(str(error)) from error
 
     def serve(self, stop: threading.Event) -> None:
-        """Answer until `stop` is set.
-
-        Raises:
-            StoreError: the disk failed. Nothing of the last turn was acknowledged, so clients send it again.
-        """
+        """Answer until `stop` is set; StoreError if the disk failed: clients then send the last turn again."""
         try:
             while not stop.is_set():
                 self.turn()
@@ -226,10 +217,7 @@ class BufferService:
         return asked
 
     def _answer_on_full_disk(self, asked: list[Asked], reason: str) -> _Answers:
-        """Nothing of this turn could be written: what brings data is to come again later, and what else does not fit.
-
-        However many actors try again, a learner hears in time what it waits for, and what it is done with makes room.
-        """
+        """Put off requests that bring data, and what else does not fit; the learner is answered, and makes room."""
         now = self._clock()
         if now >= self._complain_at:
             log.warning("%s. Everybody waits", reason)
@@ -250,7 +238,6 @@ class BufferService:
         return _Answers(_put_off(asked, reason), self._parked, [])
 
     def close(self) -> None:
-        """Give the address and the folder back."""
         if not self._rpc.is_closed:
             self._rpc.close()
             self._store.close()
@@ -402,23 +389,18 @@ class Credits:
     """Divides the memory that the service has for messages on their way into the store."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Divide what all clients together may have sent without an acknowledgement."""
         self._budget_bytes = budget_bytes
         self._heard_at: dict[str, float] = {}
 
     def greet(self, name: str, now_s: float) -> p.Credit:
-        """What a client may send before its first acknowledgement: the least, for others may come at the same time.
-
-        A share of those known by now would add up to twice the budget with four clients, and more with more.
-        """
+        """Return what a client may send before its first acknowledgement: the least, for others may come meanwhile."""
         self.grant(name, now_s)
         return _LEAST_CREDIT
 
     def grant(self, name: str, now_s: float) -> p.Credit:
-        """The share of a client that was heard now; those that were silent for a minute have none.
+        """Return the share of a client that was active now; those that were silent for a minute have none.
 
-        Everyone may have at least 64 trajectories and 1 MiB under way: with very many clients the
-        budget is exceeded rather than anyone stopped.
+        Each client has at least 64 trajectories and 1 MiB: very many clients exceed the budget.
         """
         self._heard_at.pop(name, None)
         self._heard_at[name] = now_s

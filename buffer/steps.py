@@ -1,17 +1,12 @@
-"""The learner's side of a store: its steps (Steps), and the scores of the reference model that they want (Scoring).
+"""The learner's side of a store: its steps (Steps), and the scores of the reference model (Scoring).
 
-Steps: what becomes of recorded draws when they are finished, redone, forgotten or durable.
+Steps: what becomes of recorded draws when they are finished, redone, forgotten or durable. A restarted learner redoes
+the steps after its checkpoint from the recorded draws, as far as the age bound holds: tokens of abandoned versions
+count at most as the version it resumed from. Later steps are drawn anew. Uses become final, and the records evictable,
+with a durable checkpoint at or past the step. A group is held by each recorded draw that is not finished.
 
-A restarted learner redoes the steps after its checkpoint from the recorded draws, as far as the
-age bound holds: tokens of abandoned versions count at most as the version it resumed from, so with
-publication on time as many steps as the bound has room for are redone as they were, later ones are drawn
-anew. Uses become final, and the records evictable, with a durable checkpoint at or past the step.
-
-A group that several recorded draws name is held by each that this incarnation has not finished.
-
-Scoring: log-probabilities of the reference model, who is to compute them, where they are stored, how they are read.
-Whatever is not scored when its step begins is scored there, so nothing here has to happen in time. What waits for a
-step is handed out before that, oldest first, and to nobody else for a while: the learner asks while it has no batch.
+Scoring: log-probabilities of the reference model. A sample that is not scored when its step begins is scored there.
+Before that, samples are handed out oldest first, to one client at a time: the learner asks while it has no batch.
 """
 
 from __future__ import annotations
@@ -40,11 +35,11 @@ from common.staleness import StalenessContract
 log = logging.getLogger(__name__)
 
 MAX_BEHIND = 1024
-"""Steps by which what the service knows of the learner may be late."""
+"""Steps by which the service's view of the learner may be late."""
 WARN_EVERY_STEPS = 100
-"""The alarm of length fidelity is logged once in this many steps at most."""
+"""Steps between two warnings of length fidelity."""
 HELD_S = 30.0
-"""For so long a group that was handed out is handed to nobody else; then whoever took it is taken for dead."""
+"""Seconds until a group that was handed out to be scored is handed out again."""
 
 
 class Steps:
@@ -55,11 +50,7 @@ class Steps:
         self._groups = groups
 
     def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
-        """A learner starts, which ends draining; the same session said twice begins one incarnation only.
-
-        Raises:
-            BufferRefused: a newer learner has begun since.
-        """
+        """Begin an incarnation, which ends draining. Idempotent per session; BufferRefused if a newer one began."""
         state = tx.state
         sessions = [start.session for start in state.incarnations]
         if message.session in sessions[:-1]:
@@ -97,7 +88,6 @@ class Steps:
         self._watch_lengths(state)
 
     def durable(self, tx: Transaction, message: CheckpointDurable) -> None:
-        """Uses up to and including `step` are final."""
         self.check_incarnation(tx.state, message.incarnation)
         unfinished = [step for step in tx.state.pending_draws if step <= message.step]
         if unfinished:
@@ -111,18 +101,13 @@ class Steps:
         self._groups.evict(tx)
 
     def check_incarnation(self, state: StoreState, incarnation: int) -> None:
-        """Is it the present learner?
-
-        Raises:
-            BufferRefused: it is not.
-        """
+        """Raise BufferRefused unless it is the present learner."""
         if state.incarnation < 0:
             raise BufferRefused("no learner has begun: send BeginIncarnation first")
         if incarnation != state.incarnation:
             raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; only one may train")
 
     def record(self, tx: Transaction, draw: DrawRecord) -> None:
-        """Write down a new draw, and hold its groups."""
         for group_id in set(draw.group_ids):
             group = tx.groups.require(group_id)
             group.held += 1
@@ -140,10 +125,9 @@ class Steps:
         return len(self._contract.select(ages, version)) == len(groups)
 
     def release_from(self, tx: Transaction, step: int) -> None:
-        """Forget the draw of this step, and those of all later ones that this incarnation has not drawn itself.
+        """Forget the draw of this step, and all later ones that this incarnation has not drawn itself.
 
-        Later ones, because groups held for them would keep admission closed while this step
-        waits for new groups. What was trained on stays trained; what was not is ready again.
+        Groups held for later ones would keep admission closed while this step waits for new groups.
         """
         for (later,) in list(tx.draws.all_keys(step)):
             draw = tx.draws.require(later)
@@ -203,9 +187,9 @@ class Steps:
                 state.pending_draws[step] = len(set(draw.group_ids))
 
     def _version_after(self, draw: DrawRecord, message: BeginIncarnation) -> int:
-        """Where a step led that the checkpoint holds, but whose StepFinished never arrived.
+        """Return where a step of the checkpoint led whose StepFinished never arrived.
 
-        Of the last one the checkpoint's version tells it; earlier ones count as not skipped.
+        The checkpoint's version tells it of the last one; earlier ones count as not skipped.
         """
         if draw.step == message.step and draw.version == message.version:
             return draw.version
@@ -253,7 +237,6 @@ class Steps:
         self._groups.prompts.pace.finished()
 
     def _settle(self, tx: Transaction, group: Group, used: list[int], *, skipped: bool) -> None:
-        """Samples of a finished step. What a skipped step filtered may be trained on when it is redone."""
         target = "filtered" if skipped else "trained"
         for source in ("drawn",) if skipped else ("drawn", "filtered"):
             settled = [index for index in used if group.sample_states[index] == source]
@@ -287,7 +270,7 @@ class Taken(NamedTuple):
 
     record_ids: list[int]
     batch: pa.RecordBatch | None
-    """They, in the same order, by the columns of `schema.SCHEMA`; None where there are none."""
+    """By the columns of `schema.SCHEMA`; None: there are none."""
 
 
 class Scoring:
@@ -298,7 +281,7 @@ class Scoring:
         self._groups = groups
         self._clock = clock
         self._held: dict[int, float] = {}
-        """Group that was handed out -> until when. Lost with the process, which costs scoring it twice at most."""
+        """Group that was handed out -> until when; not stored."""
 
     def take(self, tx: Transaction, max_tokens: int) -> Taken:
         """Samples of ready groups that lack scores, of so many tokens together at most, but of one group at least."""
@@ -331,9 +314,9 @@ class Scoring:
         return Taken(record_ids, schema.join_rows(tx.blocks_of(record_ids), record_ids))
 
     def write(self, tx: Transaction, batch: pa.RecordBatch) -> None:
-        """Store scores, of `schema.SCORES`, beside their records; writing them again changes nothing.
+        """Store scores, of `schema.SCORES`, beside their records. Idempotent.
 
-        Those of a record that was evicted or damaged since it was handed out are passed over: nobody will draw it.
+        Those of a record that was evicted or damaged meanwhile are left out.
 
         Raises:
             BufferRefused: there was never such a record, or its scores are not finite or not as many as its tokens.

@@ -1,8 +1,7 @@
 """The LMDB environment of one folder: opened, checked, owned, written and read.
 
-A truncated file ends in SIGBUS, so the file's length is checked before it is read. Commits go without
-writemap, and by default are synchronous: what was acknowledged survives a power cut. What each value
-is sealed with is in `buffer.transaction`.
+A truncated file ends in SIGBUS, so its length is checked before it is read. Commits go without writemap, and by default
+are synchronous: what was acknowledged survives a power cut.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ Durability = Literal["commit", "interval", "os"]
 
 DATA = "data.mdb"
 PORT = "port"
-"""Where a service leaves its port for the next one; it is there once a store was served."""
+"""The file with a service's port; it exists once a store was served."""
 RESTORE = "restore it from a copy, or start a new run folder"
 _OWNER = "owner.lock"
 _NO_ROOM_BYTES = 2**20
 _MAX_READERS = 1024
 _OWN_RETRY_S = 1.0
-"""A process that looks whether a folder is served holds its lock for a moment."""
+"""A process that checks whether a folder is served holds its lock for a moment."""
 _FIRST_MAP_SIZE = 2**30
 _encoder = msgspec.msgpack.Encoder()
 _identity_decoder = msgspec.msgpack.Decoder(Identity)
@@ -56,11 +55,7 @@ class Reader(NamedTuple):
 
 
 def buffer_folder(path: Path) -> Path:
-    """Return the buffer's folder, from the folder of its run or its own.
-
-    Raises:
-        StoreError: there is no buffer.
-    """
+    """Return the buffer's folder, from the folder of its run or its own; StoreError if there is none."""
     for folder in (path, path / "buffer"):
         if (folder / DATA).exists():
             return folder
@@ -84,10 +79,9 @@ class Store:
         """Open the store, or create it.
 
         Args:
-            folder: where it lies.
-            facts: of the run, written into a new store and compared with those of an old one. None opens the
-                store of any run to `read` only, also while its service writes.
-            durability: "commit" syncs every commit to disk; the others leave it to `sync`, or to the system.
+            folder: of the store.
+            facts: of the run, compared with those of an old store. None opens any store to `read` only.
+            durability: "commit" syncs every commit; the others leave it to `sync`, or to the system.
             first_map_size: bytes of a new store's map.
 
         Raises:
@@ -109,10 +103,9 @@ class Store:
             raise
 
     def _open(self, first_map_size: int) -> Identity | None:
-        """Open the file and its tables. Of another schema version the identity is all that is looked at.
+        """Open the file and its tables, and return whose store it is; None: nobody has written that yet.
 
-        Returns:
-            Whose store it is; None where no service has written that yet.
+        Of another schema version the identity is all that is looked at.
         """
         data = self.folder / DATA
         size = data.stat().st_size if data.exists() else 0
@@ -189,7 +182,6 @@ class Store:
         return RunFacts.model_validate_json(identity.facts)
 
     def _adopt(self, theirs: Identity | None, facts: RunFacts) -> RunFacts:
-        """Compare the stored identity with ours, and store ours."""
         mine = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
         if theirs is not None:
             self._refuse_another(theirs, mine)
@@ -210,10 +202,9 @@ class Store:
             )
 
     def write(self, change: Callable[[Transaction], T]) -> T:
-        """Run `change` in one transaction and commit it; grow the map and run it anew where it is full.
+        """Run `change` in one transaction and commit it; grow the map and run it anew if it is full.
 
-        `change` may run several times, so it must touch nothing outside of the transaction that a
-        second run would not simply overwrite.
+        `change` may run several times, so it changes only what a second run overwrites.
 
         Raises:
             StoreFull: the disk is full; nothing was committed, and it may be tried again.
@@ -268,11 +259,7 @@ class Store:
         return True
 
     def read(self, look: Callable[[Transaction], T]) -> T:
-        """Run `look` in a read-only transaction, which ends with it: a pinned reader would let the file grow.
-
-        Raises:
-            CorruptRecord: what it looks at is damaged.
-        """
+        """Run `look` in a read-only transaction; CorruptRecord if what it looks at is damaged."""
         return self._look(lambda txn: look(Transaction(txn, self._dbs, caches=False)))
 
     def _look(self, look: Callable[[lmdb.Transaction], T]) -> T:
@@ -295,11 +282,7 @@ class Store:
             return begin()
 
     def sync(self) -> None:
-        """Force everything that was committed to disk.
-
-        Raises:
-            StoreError: the disk failed.
-        """
+        """Force everything that was committed to disk; StoreError if the disk failed."""
         try:
             self._env.sync(True)
         except lmdb.Error as error:
@@ -336,13 +319,9 @@ class Store:
 
 
 def own(folder: Path) -> int:
-    """Lock the folder, made where it is missing, for this process; the lock ends with the process, whatever ends it.
+    """Lock the folder, made if missing, until the returned descriptor is closed or the process ends.
 
-    Returns:
-        A file descriptor; closing it gives the folder back.
-
-    Raises:
-        StoreError: another process owns it, or it cannot be used.
+    StoreError if another process owns it, or it cannot be used.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -362,7 +341,6 @@ def own(folder: Path) -> int:
 
 
 def is_served(folder: Path) -> bool:
-    """Does a process own the folder now?"""
     try:
         lock = os.open(folder / _OWNER, os.O_RDONLY)
     except OSError:
@@ -383,9 +361,6 @@ def _difference(theirs: str, mine: str) -> str:
 
 
 def _lasting(facts: str) -> dict[str, Any]:
-    """Facts that no later service of the run may change.
-
-    The longest sample may change: what is stored and longer is filtered when it would be drawn.
-    """
+    """Return the facts that may not change; what is longer than the longest sample is filtered when drawn."""
     known = msgspec.json.decode(facts)
     return {name: value for name, value in known.items() if name not in ("max_tokens", "token_budget")}

@@ -17,7 +17,7 @@ from common.staleness import PolicyVersion, effective_version
 
 NO_RECORD = -1
 MAX_TRAINED_AT = 8
-"""How many of its steps a group remembers."""
+"""Steps that a group remembers."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -35,14 +35,13 @@ class Incarnation(msgspec.Struct, frozen=True):
     version: int
     step: int
     newest: int = 0
-    """The newest version that it can have published; 0 for the present one, where it is not known yet."""
+    """The newest version that it can have published; 0 for the present one."""
 
 
 class Shape(msgspec.Struct):
     """What lengths of all prompts have in common, as sums that forget; `planning.length_model` keeps it.
 
-    Noise and spread begin as four groups that assume 0.2: of 16 in 20 samples the length is within a factor of 2 of the
-    median.
+    Noise and spread begin as four groups of 0.2: 16 in 20 samples are within a factor of 2 of the median.
     """
 
     num_groups: float = 0.0
@@ -93,7 +92,7 @@ class Waiting(NamedTuple):
     """A prompt of the window."""
 
     order: int
-    """Its place in the order of the law, all epochs counted."""
+    """Its place in the order of the law."""
     prompt_id: int
     longest: float
     """Predicted tokens of the longest of its samples."""
@@ -104,20 +103,20 @@ class StoreState(msgspec.Struct):
 
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     version: int = 0
-    """Optimizer steps that the learner has taken, as far as the service was told."""
+    """Optimizer steps that the learner is known to have taken."""
     step: int = 0
-    """The last step of the learner that was finished."""
+    """The last finished step of the learner."""
     published: tuple[int, int] | None = None
     """(incarnation, version) of the newest weights that actors can pull."""
     incarnations: list[Incarnation] = []
     pending_draws: dict[int, int] = {}
-    """For every step drawn but not finished in this incarnation, how many groups it holds."""
+    """Step drawn but not finished in this incarnation -> its number of groups."""
     num_set_aside: int = 0
-    """Groups of equal rewards that were set aside since the last draw was recorded."""
+    """Groups of equal rewards that were set aside since the last draw."""
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
     lengths: Shape = msgspec.field(default_factory=Shape)
     cursor: int = 0
-    """How many prompts the law has chosen so far; under `epoch` they are the data's order."""
+    """Prompts that the law has chosen so far."""
     next_lease: int = 1
     next_group: int = 1
     next_record: int = 1
@@ -131,7 +130,6 @@ class StoreState(msgspec.Struct):
 
     @property
     def incarnation(self) -> int:
-        """The current incarnation; -1 before the first learner."""
         return len(self.incarnations) - 1
 
     @property
@@ -141,7 +139,6 @@ class StoreState(msgspec.Struct):
 
     @property
     def newest(self) -> tuple[int, int]:
-        """The newest published weights; (0, 0) before any, when no lease is granted anyway."""
         return self.published or (0, 0)
 
     @property
@@ -158,10 +155,9 @@ class StoreState(msgspec.Struct):
         )
 
     def newest_possible(self, updates_per_step: int) -> int:
-        """The newest version that the present incarnation can have published.
+        """Return the newest version that the present incarnation can have published.
 
-        News of a publication may reach an actor before it reaches the service, so the learner may be ahead
-        of what the service was told by the steps that it has batches for.
+        An actor may know of it before the service does.
         """
         published = self.newest[1] if self.newest[0] == self.incarnation else 0
         return max(published, self.version + len(self.pending_draws) * updates_per_step)
@@ -198,18 +194,18 @@ class Group(msgspec.Struct):
     """Per sample: 'missing', 'failed', or one of `ledger.COMMITTED_STATES`."""
     records: list[int]
     rewards: list[float | None]
-    """Per sample; None where it is not committed or has no reward."""
+    """Per sample; None if it is not committed or has no reward."""
     lengths: list[int]
-    """Per sample: all its tokens, 0 where it is not committed."""
+    """Per sample: all its tokens; 0: not committed."""
     completion_lengths: list[int]
-    """Per sample: the tokens of its completion, 0 where it is not committed."""
+    """Per sample: the tokens of its completion; 0: not committed."""
     cut: list[int] = []
-    """The samples whose completion would have gone on."""
+    """The samples that were cut at their longest."""
     phase: Literal["open", "ready", "drawn", "closed"] = "open"
     failures: int = 0
-    """How often earlier groups of this prompt were filtered, in a row."""
+    """How often in a row groups of this prompt were filtered."""
     foretold: int = 0
-    """Tokens of its longest completion, as they were foretold when its prompt was taken; 0: they were not."""
+    """Predicted tokens of its longest completion; 0: not predicted."""
     attempt: int = 0
     lease_id: int = 0
     actor: str = ""
@@ -219,25 +215,24 @@ class Group(msgspec.Struct):
     oldest: tuple[int, int] | None = None
     """(incarnation, version) of the oldest committed token."""
     partials: dict[int, Partial] = {}
-    """Of missing samples: what is there of them."""
+    """Missing sample -> what is there of it."""
     resting: list[int] = []
-    """The missing samples that whoever has the open lease has handed on: they wait for its end."""
+    """Missing samples that the lease has handed on: they wait for its end."""
     losses: int = 0
-    """How many of its leases ran out or were fenced."""
+    """Leases that expired or were fenced."""
     issued: int = 0
     failed: int = 0
     handed_on: int = 0
     uses: int = 0
-    """How many steps used the group; one that is redone counts once."""
+    """Steps that used the group; one that is redone counts once."""
     pending: int = 0
-    """How many draws that are not finished in this incarnation name it; while any does, its phase is 'drawn'."""
+    """Draws, not finished in this incarnation, that name it; while any does, its phase is 'drawn'."""
     trained_at: list[Use] = []
-    """The steps that trained on it, oldest first, at most the last `MAX_TRAINED_AT`; a step that is redone is in it
-    once, as it was done last."""
+    """The last `MAX_TRAINED_AT` steps that trained on it, oldest first; a redone one is in it once."""
     held: int = 0
-    """How many recorded draws name the group, finished or not; while any does, its records stay."""
+    """Recorded draws that name the group; while any does, its records stay."""
     is_scored: bool = False
-    """The reference's log-probabilities lie beside all of its records that a step may use."""
+    """The scores of all records that a step may use are stored."""
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, foretold: int = 0) -> Group:
@@ -255,11 +250,9 @@ class Group(msgspec.Struct):
 
     @property
     def is_stored(self) -> bool:
-        """Has it samples that are still there?"""
         return any(record != NO_RECORD for record in self.records)
 
     def missing(self) -> list[int]:
-        """The samples that are neither committed nor given up."""
         return [index for index, state in enumerate(self.sample_states) if state == "missing"]
 
     def in_flight(self) -> list[int]:
@@ -281,7 +274,6 @@ class Group(msgspec.Struct):
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the samples that have one; None where none has."""
         known = [reward for reward in self.rewards if reward is not None]
         return fmean(known) if known else None
 
@@ -327,12 +319,12 @@ class DrawRecord(msgspec.Struct):
     incarnation: int
     group_ids: list[int]
     record_ids: list[int]
-    """All trained samples, in the order of `group_ids`, which may name a group several times."""
+    """In the order of `group_ids`, which may name a group several times."""
     lengths: list[int]
     finished_by: int = -1
     """The incarnation that finished the step; -1: none yet."""
     is_trained: bool = False
-    """A finished step has trained on it; a skipped one does not count."""
+    """A finished step has trained on it, and was not skipped."""
 
 
 class Actor(msgspec.Struct):
@@ -345,9 +337,9 @@ class Actor(msgspec.Struct):
     low_water: int = 0
     """Every sequence number of this epoch below it was seen."""
     forgotten_below: int = 0
-    """Which of the numbers below it were seen is forgotten: the actor's others have overtaken them by far."""
+    """Numbers below it that were not seen are forgotten: later ones have overtaken them by far."""
     num_seen_above: int = 0
-    """How many at or above it were seen: the rows of the actor in the table `seen`."""
+    """Its rows in the table `seen`."""
     last_request: int = -1
     last_leases: list[Lease] = []
     replaced: list[str] = []

@@ -1,7 +1,6 @@
 """Tables within one LMDB transaction, and the checksum that every value carries.
 
-LMDB itself does not notice flipped bits. So every value is sealed with a checksum that is seeded by
-its key: a value that was damaged, or that belongs to another key, is never returned.
+Every value is sealed with a checksum seeded by its key: a damaged value, or one of another key, is never returned.
 """
 
 from __future__ import annotations
@@ -60,23 +59,19 @@ def _digest(key: bytes, payload: bytes | memoryview) -> int:
 class Table(Generic[V]):
     """One table within a transaction; a value that fails its checksum raises CorruptRecord.
 
-    Rows that are structs are decoded once: within a write transaction `get` returns the same object
-    again, and what was `put` is written when the transaction ends. A struct that was changed must be
-    put; one that was not put must not be changed.
+    Structs are decoded once: within a write transaction `get` returns the same object again, and what was `put` is
+    written when it ends. A struct that was changed must be put.
     """
 
     def __init__(self, name: str, txn: lmdb.Transaction, db: lmdb._Database, *, caches: bool) -> None:
-        """Open the table in a transaction that was begun with buffers=True.
-
-        `caches` keeps decoded rows, which only a write transaction can afford: it is short.
-        """
+        """Open the table in a transaction that was begun with buffers=True; `caches` keeps decoded rows."""
         self._name = name
         self._txn = txn
         self._db = db
         self._decoder = _DECODERS.get(name)
         self._caches = caches and self._decoder is not None
         self._verified: set[bytes] | None = set() if caches else None
-        """Keys whose values matched their checksums in this transaction, which alone could change them since."""
+        """Keys whose values matched their checksums in this transaction."""
         self._rows: dict[bytes, V] = {}
         self._unwritten: dict[bytes, V] = {}
 
@@ -107,7 +102,6 @@ class Table(Generic[V]):
         return self._checked(bytes(cursor.key()), cast("memoryview", cursor.value()))
 
     def require(self, *key: int | str) -> V:
-        """The value of a key that must be there."""
         value = self.get(*key)
         if value is None:
             raise self._lacks(key)
@@ -170,7 +164,6 @@ class Table(Generic[V]):
                 yield str(error)
 
     def delete_texts(self, first: str) -> None:
-        """Remove every key whose first part is this text."""
         cursor, prefix = self._txn.cursor(db=self._db), _pack((first,))
         found = cursor.set_range(prefix)
         while found and bytes(cursor.key()).startswith(prefix):
@@ -247,7 +240,7 @@ class Transaction:
     groups: Table[Group]
     returned_prompts: Table[ReturnedPrompt]
     window: Table[Waiting]
-    """By its place in the data's order."""
+    """By its place in the order of the law."""
     lengths: Table[Visit]
     tries: Table[Tries]
     draws: Table[DrawRecord]
@@ -255,10 +248,10 @@ class Transaction:
     seen: Table[bytes]
     """(actor, epoch, seq) at or above the actor's low-water mark."""
     records: Table[bytes]
-    """Least record of a block -> the block, of which `buffer.rows` has the layout."""
+    """Least record of a block -> the block (`buffer.rows`)."""
     scores: Table[bytes]
     partials: Table[bytes]
-    """(group, sample index) -> a block of one row, as those of `records`, of what there is of it."""
+    """(group, sample index) -> a block of one row."""
     quarantine: Table[bytes]
 
     def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, caches: bool) -> None:
@@ -266,7 +259,7 @@ class Transaction:
         for name, table in zip(TABLES, self._tables, strict=True):
             setattr(self, name, table)
         self.undo: list[Callable[[], None]] = []
-        """What takes back, last first, the changes of memory that go with rows of this transaction."""
+        """What takes back changes of memory, last first, if the transaction fails."""
         self._read = self.meta.get("state")
         self.state: StoreState = StoreState() if self._read is None else _state_decoder.decode(self._read)
 
@@ -279,20 +272,18 @@ class Transaction:
             self.meta.put(encoded, "state")
 
     def find_block(self, record: int) -> tuple[memoryview, dict[int, int]] | None:
-        """The block that holds a record, and its `records_in`; None where there is none. Valid as a view is.
+        """Return the block that holds a record, and its `records_in`; None: there is none. Valid as a view is.
 
-        Raises:
-            CorruptRecord: the block where it would be is damaged.
+        CorruptRecord if the block is damaged.
         """
         block = self.records.view_at_or_below(record) if record >= 0 else None
         inside = {} if block is None else records_in(block)
         return None if block is None or record not in inside else (block, inside)
 
     def blocks_of(self, records: Iterable[int]) -> list[memoryview]:
-        """The blocks that hold these records, each once; valid until the next write or the end.
+        """Return the blocks that hold these records, each once; valid until the next write or the end.
 
-        Raises:
-            CorruptRecord: a record is not there, or its block is damaged.
+        CorruptRecord if a record is not there, or its block is damaged.
         """
         found: list[memoryview] = []
         held: set[int] = set()

@@ -1,7 +1,4 @@
-"""What the service does beside answering: it syncs, watches who reads the store, scrubs, and knows what it has heard.
-
-Each task has its time between two turns, and takes a few milliseconds of it.
-"""
+"""What the service does between turns: it syncs, watches readers of the store, and scrubs."""
 
 from __future__ import annotations
 
@@ -20,20 +17,20 @@ from buffer.transaction import Transaction
 log = logging.getLogger(__name__)
 
 SYNC_EVERY_S = 0.1
-"""With durability 'interval': what a power cut may cost, against a sync for every turn."""
+"""With durability 'interval': what a power cut may cost."""
 SCRUB_PAUSE_S = 600.0
-"""Between two passes over all records. One reads 20 MiB/s at most, so it sees some GiB a few times an hour."""
+"""Between two passes over all records, which read 20 MiB/s at most."""
 _WATCH_EVERY_S = 0.25
 _PINNED_AFTER_S = 0.1
-"""What reads in order ends its transaction sooner."""
+"""A reader that resumes in order ends its transaction sooner."""
 _WATCH_EVERY_BYTES = 4 * 2**20
-"""Growth of the file after which readers are looked at, whenever that was last."""
+"""Growth of the file after which readers are looked at."""
 _WARN_AFTER_S = 5.0
 _SLACK_BYTES = 16 * 2**20
 _SCRUB_EVERY_S = 0.2
 _SCRUB_BYTES = 4 * 2**20
 _STILL_S = 1.0
-"""A disk that hangs, or a machine that is paused, for longer is no reason to lose leases."""
+"""A longer standstill, of a disk or the machine, must not cost leases."""
 _UNREAD_S = 60.0
 
 
@@ -64,15 +61,10 @@ class Upkeep:
 
     @property
     def due_in_s(self) -> float:
-        """In how many seconds `run` wants to be called again."""
         return _WATCH_EVERY_S if self._sync_every_s is None else min(_WATCH_EVERY_S, self._sync_every_s)
 
     def run(self) -> None:
-        """Do what is due.
-
-        Raises:
-            StoreError: the disk failed.
-        """
+        """Do what is due; StoreError if the disk failed."""
         now = self._clock()
         if self._sync_every_s is not None and now - self._synced_at >= self._sync_every_s:
             self._store.sync()
@@ -87,9 +79,8 @@ class Upkeep:
 class ReaderWatch:
     """Notices a read transaction that stays open.
 
-    LMDB cannot reuse a page that somebody may still read, so the file grows as long as one reader
-    stays. The service cannot end it, for it lives in another process. It names the process, and
-    lets pushes wait before the file is twice as large as what it holds.
+    LMDB cannot reuse a page that may still be read, so the file grows as long as one reader stays. The watch names its
+    process, and lets pushes wait before the file is twice as large as what it holds.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
@@ -101,9 +92,9 @@ class ReaderWatch:
         """Reader -> when it was first seen, and the size of the file then."""
         self._warned: set[Reader] = set()
         self._limit_bytes = 0
-        """How large the file may become while somebody reads."""
+        """How large the file may become while it is read."""
         self.pushes_wait_for = ""
-        """Why no trajectory may be taken in now; '' where it may."""
+        """Why no trajectory may be taken in; '' if one may."""
 
     def run(self) -> None:
         """Look at the reader table a few times a second, and at the size of the file in every turn while it matters."""
@@ -155,10 +146,8 @@ class Scrub:
         self._resume_at = clock()
         self._found: set[int] = set()
         self.num_damaged = 0
-        """How many blocks of records the last pass found damaged."""
 
     def run(self) -> None:
-        """Read the next few records, where it is time."""
         if self._clock() < self._resume_at:
             return
         self._resume_at = self._clock() + _SCRUB_EVERY_S
@@ -169,7 +158,6 @@ class Scrub:
         self._next = following or 0
 
     def _read_some(self, tx: Transaction) -> int | None:
-        """Where to go on; None at the end."""
         if self._next == 0:
             self._found = set()
         num_bytes = 0
@@ -186,17 +174,16 @@ class Scrub:
 
 
 class Hearing:
-    """Was everything read that was sent in time? A lease that was renewed, or whose samples lie there, is not over.
+    """Tells whether all messages that were sent in time were read: a lease that was renewed is not over.
 
-    A service may have stood still, on a disk that hangs or a machine that was paused, or have more to read than it
-    takes at once. One that never comes to an end of it does not wait for ever.
+    The service may have stood still, or have more to read than it takes at once. The wait is bounded.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._listened_at = clock()
         self._settles_at = -inf
-        """After it stood still: until then messages come in that were sent before."""
+        """After a standstill: until then messages that were sent before come in."""
         self._unread_since: float | None = None
 
     def listened(self, since_s: float, wait_s: float) -> None:

@@ -138,7 +138,6 @@ class Inspection:
             )
 
     def group(self, group_id: int) -> GroupView | None:
-        """Return one group with its samples; None: there is none."""
         return look_at(self.store, lambda tx: self._view(tx, group_id, with_samples=True))
 
     def group_of_record(self, record_id: int) -> GroupView | None:
@@ -231,7 +230,6 @@ def read_row(data: bytes) -> dict[str, Any] | None:
 
 
 def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
-    """Return the columns of some samples, with the scores that were written back."""
     scores = [None if each.scores is None else np.frombuffer(each.scores, np.float32) for each in samples]
     return join_rows([each.record for each in samples], [each.record_id for each in samples], scores)
 

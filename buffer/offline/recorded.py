@@ -1,11 +1,11 @@
 """Recorded samples: what a run has stored, or a file holds, group by group, and how they fill another run's buffer.
 
-    Recorded    one source, open for reading; nothing of it is changed
-    survey      looks at every sample: what there is, and what of it nobody could train on
+    Recorded    one source, open for reading
+    survey      looks at every sample: what there is, and what cannot be trained on
     fill        enters all of it into a new store, as if each group had been leased and pushed there
 
-A recorded token keeps the version that it names. To the run that trains on it that is one of another run, so all of
-them count with `RECORDED_VERSION`, which is before the run's own first version: their lag is at least 1.
+A recorded token's version is one of another run, so all of them count with `RECORDED_VERSION`, which is before the
+run's own first version: their lag is at least 1.
 """
 
 from __future__ import annotations
@@ -37,23 +37,21 @@ from common.run import RunFacts
 from common.staleness import StalenessConfig
 
 RECORDED_VERSION = -1
-"""That recorded tokens count with: whatever sampled them, it was before version 0 of the run that trains on them."""
 MAX_INCARNATIONS = 1024
-"""No run has restarted its learner more often."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 2**24
-"""Larger ids and indices are not believed, for the rules keep something for each below them."""
+"""Larger ids and indices are invalid: the rules keep something for each below them."""
 PART_ROWS = 4096
-"""So many samples of a file, and the rest of the last one's group, are entered in one transaction."""
+"""Samples of a file that are entered in one transaction, with the rest of the last one's group."""
 
 
 class RecordedGroups(NamedTuple):
     """Some whole groups of a source."""
 
     batch: pa.RecordBatch
-    """Of `schema.SCHEMA`, the samples of a group following one another. An unknown log-probability is NaN."""
+    """Of `schema.SCHEMA`, by groups. An unknown log-probability is NaN."""
     rows: npt.NDArray[np.int64] | None
-    """Where each sample stands in its file; None where there is no file."""
+    """Where each sample stands in its file, if there is one."""
 
     def name_of(self, row: int) -> str:
         if self.rows is not None:
@@ -68,19 +66,18 @@ class Recorded:
 
     path: Path
     is_recorded: bool
-    """A run of Leeway made the samples, and saw to it what its groups lack."""
+    """A run of Leeway made the samples, and counted what its groups lack."""
     _file: RecordedGroups | None = None
     _inspection: Inspection | None = None
     damaged: list[str] = field(default_factory=list)
-    """What was left out because it does not match its checksum, one sentence each."""
+    """A sentence for each value that was left out because it does not match its checksum."""
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Recorded]:
-        """The buffer of a run folder or a buffer folder, a .jsonl or a .parquet file.
+        """Open the buffer of a run folder or a buffer folder, a .jsonl or a .parquet file.
 
-        Raises:
-            StoreError: it is none of them, it cannot be read, or a service writes to it now.
+        StoreError if it is none of them, cannot be read, or is being written.
         """
         if path.is_dir():
             with Inspection.open(path) as inspection:
@@ -122,29 +119,24 @@ class Survey(NamedTuple):
     num_rewarded: int
     num_groups: int
     num_usable: int
-    """Groups with enough samples that have a reward: two, or one where no group has more than one sample."""
+    """Groups with enough rewards: two, or one if no group has more than one sample."""
     num_uninformative: int
-    """Those of them with two or more, whose rewards are all equal."""
+    """Usable groups of two or more whose rewards are all equal."""
     single: str
-    """A sample that is alone in its group, for people; '' where there is none."""
+    """The name of a sample that is alone in its group; '' if there is none."""
     num_unknown: int
     num_prompts: int
     group_size: int
-    """The samples of the largest group, as their indices have it."""
+    """The samples of the largest group, by their indices."""
     longest: int
     """Tokens of the longest sample, prompt included."""
     largest_token: int
     newest: Mapping[int, int]
-    """The newest version of every incarnation that sampled some."""
+    """The newest version of every incarnation."""
 
 
 def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: int = MAX_TOKEN_ID) -> Survey:
-    """Look at every sample.
-
-    Args:
-        recorded: the source.
-        vocab_size: token ids are below it.
-        max_tokens: the longest sample that can be trained.
+    """Look at every sample, by the vocabulary and the longest sample that can be trained.
 
     Raises:
         BadRows: some cannot be trained on.
@@ -198,17 +190,9 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
 
 
 def fill(folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded, newest: Mapping[int, int]) -> int:
-    """Make the store of a run in a folder, enter every sample, and say how many there are.
+    """Make a new store, enter every sample, and return how many there are; `newest` is what `survey` found.
 
-    Args:
-        folder: of the store, which is not there yet.
-        facts: of the run.
-        config: of its buffer.
-        recorded: what `survey` looked at.
-        newest: as it was found there.
-
-    Raises:
-        StoreError: the store cannot be made or written.
+    StoreError if the store cannot be made or written.
     """
     core = BufferCore(config, facts, clock=lambda: 0.0)
     num_samples = 0
@@ -292,7 +276,6 @@ def _limits(batch: pa.RecordBatch, run_id: str, vocab_size: int, max_tokens: int
 
 
 def _newest(batch: pa.RecordBatch) -> dict[int, int]:
-    """The newest version of each incarnation that sampled a token, of those that a run can have had."""
     spans = batch.column("spans").flatten()
     incarnations, versions = (spans.field(i).to_numpy().astype(np.int64) for i in range(2))
     numbers = [number for number in np.unique(incarnations).tolist() if 0 <= number < MAX_INCARNATIONS]
@@ -300,7 +283,6 @@ def _newest(batch: pa.RecordBatch) -> dict[int, int]:
 
 
 def _groups(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first row of each group, and for each row the number of its group."""
     group_ids = batch.column("group_id").to_numpy()
     is_first = np.concatenate([[True], np.diff(group_ids) != 0])
     return np.flatnonzero(is_first), np.cumsum(is_first) - 1

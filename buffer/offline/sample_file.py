@@ -1,12 +1,11 @@
 """Files of samples: a store as a Parquet file (`export`), and a file as a record batch of the buffer's schema
 (`read_samples`).
 
-An export has one row per stored trajectory, with what became of it. Its columns are those of `buffer.schema.SCHEMA`,
-then `STATE` below. Rows come in the order of their groups, in row groups of some megabytes, so that memory stays
-bounded however large the store is. The file appears under its name once it is whole.
+An export has one row per stored trajectory: the columns of `buffer.schema.SCHEMA`, then `STATE`. Rows come in the order
+of their groups, in row groups of some megabytes, so that memory stays bounded.
 
-A file that is read, JSON Lines or Parquet with one row per sample, is either an export, whose columns of the schema
-are taken as they are, or has the fields of `FileRow`. It is read as a whole, for the rows of a group may lie anywhere.
+A file that is read, JSON Lines or Parquet with one row per sample, is an export, or has the fields of `FileRow`. It is
+read as a whole, for the rows of a group may lie anywhere.
 """
 
 from __future__ import annotations
@@ -48,15 +47,14 @@ STATE = pa.schema(
         pa.field("lag", pa.int64()),
     ]
 )
-"""What the store knows of a trajectory beside itself; docs/buffer.md says what each means."""
+"""What the store knows of a trajectory; see docs/buffer.md."""
 
 ROW_GROUP_BYTES = 16 * 2**20
 ROW_GROUP_ROWS = 65536
 SUFFIXES = (".jsonl", ".parquet")
 MAX_NAMED = 20
-"""Of the rows that are wrong, so many are named; the others are counted."""
+"""Wrong rows that are named; the others are counted."""
 FROM_FILE = "file"
-"""The actor of samples of which nobody knows who made them."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -68,15 +66,11 @@ class ParquetExport(NamedTuple):
     num_rows: int
     size_bytes: int
     damaged: list[str]
-    """What was left out because it does not match its checksum, one sentence each."""
+    """A sentence for each value that was left out because it does not match its checksum."""
 
 
 def export(inspection: Inspection, path: Path) -> ParquetExport:
-    """Write the stored trajectories as a Parquet file; one of that name is replaced.
-
-    Raises:
-        StoreError: the file cannot be written, or the store cannot be read.
-    """
+    """Write the stored trajectories as a Parquet file, in the place of one of that name; StoreError if it fails."""
     if not path.name or path.is_dir():
         raise StoreError(f"{path} is a folder: give the export the name of a file, as in samples.parquet")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may write to the same name
@@ -118,7 +112,6 @@ def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[l
 
 
 def batches_of(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
-    """Groups with stored samples, as many at a time as make a row group."""
     batch: list[GroupView] = []
     size = num_rows = 0
     for group in groups:
@@ -176,20 +169,19 @@ class FileRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     completion_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     reward: float | None = None
     logprobs: list[float] | None = None
-    """log mu of each completion token under the policy that sampled it; None where that is not known."""
+    """log mu of each completion token under the policy that sampled it."""
     group: int | str | None = None
-    """Rows that have the same are one group; None: all rows of the same prompt without one are."""
+    """Rows of one value are one group; so are rows of one prompt without a value."""
     finished: bool = True
-    """It ended by itself, with an end-of-sequence token, and was not cut."""
+    """It ended with an end-of-sequence token, and was not cut."""
     columns: dict[str, Any] = {}
-    """Whatever else is to be kept of it."""
+    """Anything else to keep."""
 
 
 class BadRows(StoreError):
     """Rows of a file, or samples of a run, that cannot be trained on; names each with its reason."""
 
     def __init__(self, path: Path, num_rows: int, reasons: Mapping[str, str]) -> None:
-        """`reasons` are by the name of the row, as 'row 3'."""
         named = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:MAX_NAMED])
         others = f"; and {len(reasons) - MAX_NAMED} others" if len(reasons) > MAX_NAMED else ""
         super().__init__(
@@ -201,20 +193,15 @@ class FileSamples(NamedTuple):
     """All samples of a file."""
 
     batch: pa.RecordBatch
-    """Of `schema.SCHEMA`; the samples of a group follow one another. An unknown log-probability is NaN."""
+    """Of `schema.SCHEMA`, by groups. An unknown log-probability is NaN."""
     rows: npt.NDArray[np.int64]
-    """Where each stands in the file: the number of its line, or of its row, from 1."""
+    """The line or row of each in the file, from 1."""
     is_recorded: bool
-    """A run of Leeway made them, and the file is its export."""
+    """The file is an export of a run."""
 
 
 def read_samples(path: Path) -> FileSamples:
-    """Read a file.
-
-    Raises:
-        StoreError: it cannot be read, or has other columns.
-        BadRows: rows have no sample.
-    """
+    """Read a file; StoreError if it cannot be read, or has other columns, BadRows if rows have no sample."""
     try:
         if path.suffix == ".jsonl":
             return _of_rows(path, _json_rows(path))
@@ -254,7 +241,6 @@ def _table_rows(table: pa.Table) -> Iterator[tuple[int, FileRow | str]]:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a row, with the field that was perhaps meant."""
     text = str(error)
     field = text.split("`")[1] if "unknown field" in text else ""
     return text + (did_you_mean(field, FileRow.__struct_fields__) if field else "")
