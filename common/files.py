@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers of a disk, or of a quota, that has no room."""
+"""Error numbers of a full disk or quota."""
 _LOCK_PAUSE_S = 0.05
 
 leftovers: dict[Path, str] = {}  # what this process could not remove, with a sentence for each
@@ -35,21 +35,14 @@ def sync(path: Path) -> None:
 
 
 def replace_durably(temporary: Path, path: Path) -> None:
-    """Sync a temporary file or folder beside `path` and give it that name, durably; a file there is replaced at once.
-
-    Of a folder only its list of names is synced.
-    """
+    """Sync a temporary file or folder (its list of names) beside `path` and give it that name, durably."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash, also of the machine, it is there whole or not at all.
-
-    Raises:
-        OSError: the disk is full or not writable; nothing is left behind.
-    """
+    """Write a file that is whole or absent after any crash; OSError if the disk is full or not writable."""
     with _whole_file(path, 0o666) as descriptor:
         _write_all(descriptor, data)
         os.fsync(descriptor)
@@ -57,13 +50,10 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: int = 0) -> None:
-    """Write a file that no process ever sees in part, whichever is killed.
+    """Write a file that no process ever sees in part.
 
-    Not synced: after a power cut its content may be another. For what carries a checksum and can be made again. Where
-    the size of all is known ext4 writes three times as fast, and a full disk shows before the first byte.
-
-    Raises:
-        OSError: the disk is full or not writable; nothing is left behind.
+    Not synced: for what carries a checksum and can be made again. With the size of all ext4 writes three times as fast,
+    and a full disk shows before the first byte. OSError if it is full or not writable; nothing is left behind.
     """
     with _whole_file(path, 0o666) as descriptor:
         if size_bytes:
@@ -74,13 +64,7 @@ def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: i
 
 @contextlib.contextmanager
 def private_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that only its owner can read, and that gets its name at the end of the block.
-
-    A file of that name is replaced at once, or stays where the block fails. Not synced, as with `write_whole`.
-
-    Raises:
-        OSError: the disk is full or not writable; nothing is left behind.
-    """
+    """Open a file that only its owner can read, and that gets its name at the end of the block; as `write_whole`."""
     with _whole_file(path, 0o600) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
         yield file
 
@@ -122,11 +106,7 @@ def discard(path: Path) -> None:
 
 
 def mapped(path: Path) -> memoryview:
-    """The bytes of a file, read-only, as a memory map that lasts as long as any view of it; nothing of an empty one.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the bytes of a file, read-only, as a memory map that lasts as long as any view; OSError on failure."""
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:  # such a file cannot be mapped
             return memoryview(b"")
@@ -136,8 +116,7 @@ def mapped(path: Path) -> memoryview:
 def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
     """Lock a file or folder until it is closed, or this process ends; False if others hold it until the limit.
 
-    Raises:
-        NoLocks: its file system has none.
+    NoLocks if its file system has none.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -160,5 +139,4 @@ def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the same folder, of this process, that no reader looks for."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoint folders: what they hold, and what has to be true of them. Neither torch nor safetensors.
+"""Hugging Face checkpoint folders, read and written without torch or safetensors.
 
 config.json                        what the model is
-generation_config.json             which tokens end a sequence, where config.json does not say
+generation_config.json             which tokens end a sequence, unless config.json names them
 model.safetensors                  the weights; or several such files, and
 model.safetensors.index.json       which tensor is in which of them
 """
@@ -30,7 +30,7 @@ UNTIED_MARK = "leeway_untied"
 """Key in the config.json of an untied copy: its source ties the head to the embedding."""
 
 _TIED_UNLESS_SAID = "gemma"
-"""Transformers ties the head of these families where config.json does not say, and of no other that we train."""
+"""Transformers ties the head of these families unless config.json says otherwise."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _LARGEST_COPY_BYTES = 64 * 2**20
 """Files beside the weights (tokenizer, config) are copied on export up to this size."""
@@ -42,7 +42,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
-"""Bytes of a value, by its code in a header; of others the size is not checked."""
+"""Bytes of a value, by its code in a header; sizes of others are not checked."""
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100 * 2**20
 
@@ -58,12 +58,12 @@ class ModelFacts:
     vocab_size: int
     num_layers: int
     tied: bool
-    """Does the output head share the embedding's weights?"""
+    """The output head shares the embedding's weights."""
     model_type: str
     eos_token_ids: tuple[int, ...]
     max_position: int
     unread_keys: tuple[str, ...] = ()
-    """Of its config.json, those that the learner does not know."""
+    """Keys of its config.json that the learner does not know."""
 
 
 # --- config.json --------------------------------------------------------------------------------------
@@ -74,11 +74,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def model_identity(folder: Path) -> str:
-    """Model type and a digest of the config.json, without what does not change the meaning of weights.
-
-    Raises:
-        ModelFolderError: there is no config.json, or it is no JSON object.
-    """
+    """Return model type and a digest of the config.json; ModelFolderError if there is none."""
     config = read_object(folder / CONFIG_NAME)
     telling = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
     digest = hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()
@@ -86,11 +82,7 @@ def model_identity(folder: Path) -> str:
 
 
 def check_model_folder(path: Path) -> ModelFacts:
-    """Read the facts of a checkpoint folder.
-
-    Raises:
-        ModelFolderError: says what is missing or damaged, and what to try.
-    """
+    """Read the facts of a checkpoint folder; ModelFolderError says what is missing or damaged, and what to try."""
     if not path.is_dir():
         raise ModelFolderError(f"model {path}: no such folder; give the path of a Hugging Face checkpoint on disk")
     config = read_object(path / CONFIG_NAME)
@@ -143,7 +135,6 @@ def _integer(path: Path, config: Mapping[str, Any], key: str) -> int:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ModelFolderError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -168,7 +159,7 @@ class StoredTensor(NamedTuple):
     code: str
     shape: tuple[int, ...]
     start: int
-    """Of its bytes, counted from the start of the data."""
+    """Of its bytes, from the start of the data."""
     end: int
 
 
@@ -183,11 +174,7 @@ def pack_header(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def parse_header(data: memoryview) -> tuple[int, dict[str, StoredTensor]]:
-    """Read the header of a whole safetensors file: where the data start, and what it says of each tensor.
-
-    Raises:
-        ValueError: it is no safetensors file, or is cut short.
-    """
+    """Return where the data start, and what the header says of each tensor; ValueError if the file is none, or cut."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH.size):
@@ -224,11 +211,7 @@ def _check_no_gaps(tensors: Iterable[StoredTensor], data_bytes: int) -> None:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, from its header. A Git-LFS pointer or a file that is cut short is noticed.
-
-    Raises:
-        ModelFolderError: it is missing or damaged.
-    """
+    """Return the tensors of a safetensors file, from its header; ModelFolderError if it is missing or damaged."""
     try:
         return parse_header(mapped(path))[1]
     except FileNotFoundError as error:
@@ -247,12 +230,10 @@ def damaged(path: Path, error: Exception) -> ModelFolderError:
 
 
 def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
-    """The tensors of every *.safetensors file in a folder, or of those that its index names.
+    """Return the tensors of every *.safetensors file in a folder, or of those that its index names.
 
-    Others may lie beside them: some models come in two layouts, of which Transformers reads the one with the index.
-
-    Raises:
-        ModelFolderError: a file is damaged.
+    Some models come in two layouts, of which Transformers reads the one with the index. ModelFolderError if a file is
+    damaged.
     """
     paths = set(folder.glob("*.safetensors"))
     if (folder / INDEX_NAME).exists():
@@ -273,7 +254,7 @@ def tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
 
 
 def file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Which file holds a tensor, for all tensors of a checkpoint: as its index says, or its only file.
+    """Return the file of every tensor of a checkpoint.
 
     Raises:
         FileNotFoundError: the folder has no safetensors checkpoint.
@@ -297,11 +278,7 @@ def file_of_each_tensor(folder: Path) -> dict[str, str]:
 
 
 def embedding_of(names: Iterable[str]) -> str:
-    """The name of the input embedding among the tensors of a checkpoint.
-
-    Raises:
-        ModelFolderError: there is none, or more than one.
-    """
+    """Return the name of the input embedding among tensors; ModelFolderError if there is none, or more than one."""
     found = [name for name in names if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
     if len(found) != 1:
         raise ModelFolderError(f"expected one input embedding (…{EMBEDDING_SUFFIX}), found {found or 'none'}")
@@ -312,14 +289,13 @@ def embedding_of(names: Iterable[str]) -> str:
 
 
 def shard_name(number: int, num_shards: int) -> str:
-    """File of a share of the weights in an exported folder; `number` counts from 0."""
     return SINGLE_NAME if num_shards == 1 else f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
 def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str) -> None:
-    """Complete an exported folder once every shard is written: index, config and tokenizer files.
+    """Write index, config and tokenizer files of an exported folder once every shard is written.
 
-    All but the weights is copied from the checkpoint that training started from; dtype is, for example, 'float32'.
+    All but the weights is copied from the checkpoint that training started from.
     """
     for file in sorted(model_path.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.stat().st_size <= _LARGEST_COPY_BYTES:

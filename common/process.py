@@ -1,8 +1,5 @@
-"""What a process of ours sets at its start: threads for calls that may block for ever, imports without the garbage
-collector, memory that it keeps. And what it may use: CPUs, memory and processes of its control groups.
-
-Such calls are a user's reward function, or a hung file system. The collector looks at all that is loaded so far over
-and over. glibc gives large blocks that were freed back at once, and each next use of them costs page faults.
+"""Threads for calls that may block forever, imports without the garbage collector, memory that a process keeps, and the
+CPUs and memory of its control groups.
 """
 
 from __future__ import annotations
@@ -46,23 +43,18 @@ class ThreadsExhausted(RuntimeError):
 class DaemonThreads:
     """Runs each call in a thread of its own, which never keeps a process from ending.
 
-    `ThreadPoolExecutor` joins its threads at exit, so one call that blocks would block shutdown. A call that is given
-    up on (its caller stopped waiting) keeps its thread until it returns; others start meanwhile, up to the limit.
+    `ThreadPoolExecutor` joins its threads at exit. A call that was given up keeps its thread until it returns; others
+    start meanwhile, up to the limit.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
-        """At most `max_threads` run at a time, abandoned ones included; their names begin with `name`."""
         self.name = name
         self.max_threads = max_threads
         self._lock = threading.Lock()
         self._num_running = 0
 
     def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Run a call in a thread.
-
-        Raises:
-            ThreadsExhausted: `max_threads` calls are still running.
-        """
+        """Run a call in a thread; ThreadsExhausted if `max_threads` calls are still running."""
         future: Future[R] = Future()
         call = functools.partial(function, *args, **kwargs)
         thread = threading.Thread(target=self._run, args=(future, call), name=f"{self.name}-call", daemon=True)
@@ -92,7 +84,6 @@ class DaemonThreads:
             future.set_result(result)
 
     def _end(self) -> None:
-        """Make room for another before the caller hears of this one."""
         with self._lock:
             self._num_running -= 1
 
@@ -110,7 +101,7 @@ def threads_of(cpus: float) -> int:
 def group_figures(controller: str, *choices: tuple[str, ...]) -> Iterator[tuple[Path, list[int]]]:
     """Yield the numbers in files of each control group of this process, up to the mounted root: all their limits hold.
 
-    `choices` are the names that the files have in each version of the kernel's.
+    `choices` are the names of the files in each version of control groups.
     """
     with contextlib.suppress(OSError, ValueError):  # a kernel without them
         groups = [line.split(":", 2)[1:] for line in (_PROC / "cgroup").read_text().splitlines()]
@@ -159,11 +150,9 @@ def uncollected() -> Iterator[None]:
 
 
 def keep_freed_memory(*, largest: int = 2**30, most: int = 2**31 - 1) -> None:
-    """Keep what this process frees for its next use, where libc knows how (glibc, not musl).
+    """Keep freed memory for its next use, if libc knows how (glibc, not musl).
 
-    Args:
-        largest: bytes of the largest block that is kept.
-        most: bytes that may lie free at the end of the heap; below 2 GiB, as an int of C.
+    Blocks up to `largest` bytes are kept, and up to `most`, an int of C, at the end of the heap.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -1,11 +1,10 @@
 """The description of a run, which is resolved once and handed to every process of it.
 
 RunFacts     what the run is: the same at every start, kept by its buffer's store as its identity
-RunContext   the run as it is started now: its config, its facts, where things lie and where its services answer
+RunContext   the run as it is started now: its config, its facts, folders, addresses and keys
 
-Each package says in a Protocol of its own which sections of the config it reads (`actors.config.ActorSections`,
-`learner.config.LearnerSections`). What a section leaves open and several processes must agree on is filled in here,
-above all the staleness contract, so that no two of them can fill it in differently.
+What a section of the config leaves open and several processes must agree on, such as the staleness contract, is filled
+in here. Each package has a Protocol of the sections that it reads.
 """
 
 from __future__ import annotations
@@ -47,16 +46,11 @@ class RunFacts(BaseModel):
 
     @property
     def contract(self) -> StalenessContract:
-        """The rules of staleness of this run, by which buffer, actors, learner and tripwires go.
-
-        Raises:
-            ValueError: no group, however fresh, could be used within the bound.
-        """
+        """The rules of staleness of this run; ValueError if no group could be used within the bound."""
         return StalenessContract(self.staleness, self.groups_per_step, self.updates_per_step)
 
     @property
     def longest_drawn(self) -> int:
-        """Tokens of the longest sample that a draw may hold."""
         return self.token_budget or self.max_tokens
 
 
@@ -65,27 +59,27 @@ class RunContext(Generic[C]):
     """A run as it is started now. Plain enough to travel to another machine, whose own folders it does not name."""
 
     config: C
-    """Its sections; `actors` as they are for the pool of the actor that this is handed to."""
+    """Its sections; `actors` is that of the pool of the actor."""
     facts: RunFacts
     folder: Path
-    """Of the run, as the machine that holds it sees it."""
+    """Of the run, on the machine that holds it."""
     weights_folder: Path
-    """Of the weight store, as that machine sees it; another need not."""
+    """Of the weight store, on that machine."""
     model_path: Path
     """The checkpoint that is trained; its tokenizer encodes the prompts."""
     reference_paths: tuple[Path, ...]
-    """Of the frozen reference model, or of several teachers."""
+    """Of the frozen reference model, or of teachers."""
     teacher_of_prompt: bytes = b""
-    """Which of those has a prompt, by its id; empty where there are no teachers."""
+    """The teacher of each prompt, by its id; empty without teachers."""
     temperature: float
-    """Of sampling: all log-probabilities are those of logits / temperature."""
+    """Of sampling: log-probabilities are those of logits / temperature."""
     serving_dtypes: tuple[str, ...]
-    """In which actors serve: weights are published in each."""
+    """Dtypes in which actors serve."""
     startup_timeout_s: float
-    """How long processes wait for each other where one may take much longer than another: to load, and to export."""
+    """How long processes wait for each other to load or to export."""
     buffer_address: str = ""
-    """Of the buffer service, tcp:// or ipc://; it keeps its address when it is started again."""
+    """Of the buffer service, tcp:// or ipc://; survives a restart."""
     weights_address: str = ""
-    """Of the weight service; '' where there is none."""
+    """Of the weight service; '' if there is none."""
     keys: ClientKeys | None = field(default=None, repr=False)
-    """What the services are talked to with; None where they take everybody who reaches their sockets."""
+    """Of the run's clients; None: the services are not locked."""

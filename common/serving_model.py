@@ -1,19 +1,18 @@
-"""The folder that engines load: that of the model, or where its head is tied an untied copy of it, kept for all runs.
+"""The folder that engines load: that of the model, or an untied copy of it, kept for all runs, if its head is tied.
 
-A head tied to the embedding does not survive an update in flight: vLLM's reload on CPU leaves the old head in place and
-says so only in its log. So actors serve an untied copy of such a checkpoint. vLLM looks up what it has compiled by the
-path of a model, among others, so the copy has one path for all runs:
+A head tied to the embedding does not survive an update in flight: vLLM's reload on CPU keeps the old head, and only its
+log says so. vLLM caches compiled code by the path of a model, so the copy has one path for all runs:
 
-    ~/.cache/leeway/serving_models/     XDG_CACHE_HOME/leeway/serving_models where that is set
-      making.lock                       held by whoever makes one
+    ~/.cache/leeway/serving_models/     or XDG_CACHE_HOME/leeway/serving_models
+      making.lock                       held by the process that makes one
       llama-0123456789abcdef/           of the model at one path, with one embedding
         config.json                     says that the head is not tied
         lm_head.safetensors             the embedding once more
         model.safetensors.index.json    which file holds which tensor
         ...                             all else: links to the files of the model
 
-Every host makes its own, or finds it where hosts share a home. Nothing removes them; each takes as much as a head. The
-folder of the run has one where none can be kept there.
+Every host makes its own; each takes as much as a head, and none is removed. If none can be kept there, the folder of
+the run has one.
 """
 
 from __future__ import annotations
@@ -50,32 +49,27 @@ from common.hf_folder import (
 )
 
 MAKING_LIMIT_S = 120.0
-"""How long one waits for another process that makes a copy, which takes seconds."""
+"""Timeout for another process that makes a copy, which takes seconds."""
 _BODY_NAME = "model_body.safetensors"
-"""What model.safetensors is called in a copy: readers prefer that name to the index, and would not find the head."""
+"""What model.safetensors is called in a copy: readers prefer that name to the index."""
 _HEAD_NAME = "lm_head.safetensors"
 
 _log = logging.getLogger(__name__)
 
 
 def serving_models() -> Path:
-    """Where the copies of this user lie.
-
-    Raises:
-        RuntimeError: this user has no home.
-    """
+    """Return where the copies of this user lie; RuntimeError if this user has no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "leeway" / "serving_models"
 
 
 def prepare_serving_model(model_path: Path, spare: Path) -> Path:
-    """The folder that actors serve: `model_path` itself, or where its head is tied an untied copy.
+    """Return the folder that actors serve: `model_path` itself, or an untied copy if its head is tied.
 
-    A copy that is there is compared with the model first, and made anew where it is damaged. Where none can be kept in
-    `serving_models` one is made in `spare`, a folder of the run.
+    A copy is compared with the model, and made anew if it is damaged. If none can be kept in `serving_models`, one is
+    made in `spare`.
 
     Raises:
-        ModelFolderError: the checkpoint is incomplete, its embedding cannot be found, it is tied and holds another head
-            all the same.
+        ModelFolderError: the checkpoint is incomplete, has no embedding, or is tied and holds another head.
         OSError: the copy cannot be made in `spare` either.
     """
     if not check_model_folder(model_path).tied:

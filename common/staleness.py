@@ -13,10 +13,8 @@ them. For a token sampled at version u and trained at version v its lag is v - u
         may_start       may an actor start a request on the weights it serves?  actors.weights
         check_trained   the last look at what is about to be trained            learner.coordinator
 
-They are made of `capacity`, `latest_version`, `usable` and `steps_left`. Whoever knows what
-is outstanding gives the numbers; no rule about lag is anywhere else. docs/staleness.md has the proof.
-
-This module imports no torch: the buffer service imports it.
+They are made of `capacity`, `latest_version`, `usable` and `steps_left`. The caller knows what is outstanding; no rule
+about lag is anywhere else. docs/staleness.md has the proof. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from common.user_input import Knob
 _BOUND = "the buffer admitted prompts under it, and holds samples and recorded draws to it"
 Unbounded = Literal["unbounded"]
 UNBOUNDED_STEPS = 4
-"""Where `max_lag` is unbounded, so many steps' groups may be outstanding: actors work ahead, but not without end."""
+"""If `max_lag` is unbounded, the groups of so many steps may be outstanding."""
 
 T = TypeVar("T")
 
@@ -56,11 +54,7 @@ class PolicyVersion(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Read a `key`.
-
-        Raises:
-            ValueError: the text has another form.
-        """
+        """Read a `key`; ValueError if the text has another form."""
         incarnation, dot, version = text.partition(".")
         if not dot or not incarnation.isdigit() or not version.isdigit():
             raise ValueError(f"'{text}' is not a policy version: expected INCARNATION.VERSION, as in 0.17")
@@ -68,10 +62,10 @@ class PolicyVersion(NamedTuple):
 
 
 def effective_version(sampled: PolicyVersion, resumed_at: Mapping[int, int]) -> int:
-    """The version u that a token counts with after learner restarts.
+    """Return the version u that a token counts with after learner restarts.
 
-    A restart resumes from a checkpoint and abandons every later version, so a token of an
-    earlier incarnation counts at most as the version that each later incarnation resumed from, by `resumed_at`.
+    A restart abandons every version after its checkpoint, so a token of an earlier incarnation counts at most as the
+    version that each later incarnation resumed from, by `resumed_at`.
     """
     later = (start for incarnation, start in resumed_at.items() if incarnation > sampled.incarnation)
     return min(sampled.version, min(later, default=sampled.version))
@@ -150,7 +144,7 @@ class StalenessContract:
     """
 
     def __init__(self, config: StalenessConfig, groups_per_step: int, updates_per_step: int = 1) -> None:
-        """Of a learner whose steps consume G groups, and take M optimizer steps on them: minibatches times epochs.
+        """Count with G groups and M optimizer steps (minibatches times epochs) per step.
 
         Raises:
             ValueError: no group, however fresh, could be used within the bound.
@@ -174,7 +168,6 @@ class StalenessContract:
             )
 
     def bound(self) -> int | None:
-        """The greatest lag of a trained token, in versions; None where it is unbounded."""
         return None if self.config.max_lag == "unbounded" else self.config.max_lag
 
     # --- admission --------------------------------------------------------------------------------
@@ -188,7 +181,7 @@ class StalenessContract:
         return room // self.updates_per_step * self.groups_per_step
 
     def admit(self, outstanding: int, *, version: int, published: int) -> str:
-        """May another group start? Why not, as a sentence; '' where it may.
+        """Return why no other group may start; '' if one may.
 
         Two checks. The room counts on weights that are published when they are due. The other counts how far
         publication really is behind: the group would be used by the step after all outstanding ones, with tokens
@@ -197,7 +190,7 @@ class StalenessContract:
 
         Args:
             outstanding: groups in flight, waiting, or drawn for an unfinished step.
-            version: the learner's, as far as its finished steps were heard of.
+            version: the learner's, by its finished steps.
             published: the newest published version; what it counts with if it was abandoned.
         """
         if outstanding >= self.capacity():
@@ -218,9 +211,9 @@ class StalenessContract:
         return [group for oldest, group in groups if self.usable(oldest, version)]
 
     def evict(self, oldest_first: Iterable[tuple[int, T]], version: int) -> Iterator[T]:
-        """Those groups that neither the step which begins at `version` nor any later one may use.
+        """Yield those groups, in order of age, that neither the step which begins at `version` nor a later one may use.
 
-        They are as in `select`, in order of age, and read no further than to the first usable one.
+        They are read no further than to the first usable one.
         """
         for oldest, group in oldest_first:
             if self.usable(oldest, version):
@@ -238,17 +231,17 @@ class StalenessContract:
         return version + num_steps * self.updates_per_step
 
     def usable(self, oldest: int, version: int) -> bool:
-        """May a group whose oldest token has version `oldest` enter the step that begins at `version`?
+        """Return whether a group whose oldest token has version `oldest` may enter the step that begins at `version`.
 
-        Checked for the last update of the step.
+        It must hold for the last update of the step.
         """
         bound = self.bound()
         return bound is None or version + self.updates_per_step - 1 - oldest <= bound
 
     def steps_left(self, oldest: int, version: int) -> int | None:
-        """How many steps after the one that begins at `version` could still use the group, if no update is skipped.
+        """Return how many steps after the one that begins at `version` could still use the group, if none is skipped.
 
-        Negative where not even that step may use it; None without a bound.
+        Negative if not even that step may use it; None without a bound.
         """
         bound = self.bound()
         if bound is None:
@@ -259,31 +252,27 @@ class StalenessContract:
     # --- actors, and the learner's last look ------------------------------------------------------
 
     def is_behind(self, served: PolicyVersion, newest: PolicyVersion) -> bool:
-        """Is an actor that serves one version too far behind another, the newest published one that it has heard of?
+        """Return whether an actor that serves one version is too far behind the newest published one that it knows.
 
-        An abandoned incarnation is behind whatever its versions are: nobody trains on from them.
+        An abandoned incarnation is behind whatever its versions are.
         """
         if served >= newest:
             return False
         return served.incarnation < newest.incarnation or newest.version - served.version > self.actor_lag
 
     def may_start(self, served: PolicyVersion, newest: PolicyVersion, min_version: int) -> bool:
-        """May a request of a lease start on the weights that an actor serves?
+        """Return whether a request of a lease may start on the weights that an actor serves.
 
         Args:
             served: what the engine samples with now.
-            newest: the newest published version heard of; at least the one that came with the lease.
-            min_version: of the lease. Above `newest` it is of an incarnation that was abandoned since; whoever
-                waited for it could wait for ever, so then the newest weights are enough.
+            newest: the newest published version known; at least the one that came with the lease.
+            min_version: of the lease. Above `newest` it is of an incarnation that was abandoned since, so then the
+                newest weights are enough.
         """
         return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
 
     def check_trained(self, version: int, lag: int) -> None:
-        """The learner's last look, before the update that begins at `version` trains tokens of at most this lag.
-
-        Raises:
-            StaleTokens: the lag is above `max_lag`.
-        """
+        """Raise StaleTokens if the update that begins at `version` would train tokens with a lag above `max_lag`."""
         bound = self.bound()
         if bound is not None and lag > bound:
             raise StaleTokens(
@@ -294,14 +283,14 @@ class StalenessContract:
 
 
 def held_back(chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int], groups_per_step: int) -> list[int]:
-    """Which open groups must a step wait for, so that none is left behind? (on_stale = "wait")
+    """Return the open groups that a step must wait for, so that none is left behind (on_stale = "wait").
 
-    After this step the others are used at best G per step: the i-th of them 1 + i // G steps later. Where one of
-    them is due before that, an open group that is due no later than it must be in this very step instead of one
-    that is due after it. What no step may use any more is not waited for.
+    After this step the others are used at best G per step: the i-th of them 1 + i // G steps later. If one of them is
+    due before that, an open group that is due no later than it must be in this very step instead of one that is due
+    after it. What no step may use any more is not waited for.
 
     Args:
-        chosen: of the complete groups that the step would use, how many later steps could (`steps_left`).
+        chosen: `steps_left` of the complete groups that the step would use.
         left: the same of the complete groups that it would not use.
         still_open: the same of the groups that are not complete; the result are places in it.
         groups_per_step: G.

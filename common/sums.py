@@ -31,6 +31,5 @@ class Sums:
         self.total += measured
 
     def as_list(self) -> list[float]:
-        """Return all sums, to be stored; `planning.costs.Moments.from_list` reads them."""
         sums = (self._squares, self.num_measured, self.total)
         return [*map(float, sums), *self._targets.tolist(), *self._products.reshape(-1).tolist()]

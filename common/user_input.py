@@ -50,11 +50,7 @@ def is_reference(value: object) -> bool:
 
 
 def split(reference: str) -> tuple[Path, str]:
-    """The file and the name of `FILE.py:NAME`.
-
-    Raises:
-        UserFileError: there is no such file, or it cannot be looked at.
-    """
+    """Return the file and the name of `FILE.py:NAME`; UserFileError if there is no such file."""
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
     try:
@@ -67,10 +63,9 @@ def split(reference: str) -> tuple[Path, str]:
 
 
 def load_object(reference: str) -> object:
-    """What the file of `FILE.py:NAME` calls NAME, once the file has been imported, which runs it.
+    """Return what the file of `FILE.py:NAME` calls NAME, once it has been imported.
 
-    Raises:
-        UserFileError: there is no such file, importing it fails, or it defines no such name.
+    UserFileError if there is no such file, importing it fails, or it defines no such name.
     """
     path, name = split(reference)
     module = imported(path)
@@ -81,11 +76,7 @@ def load_object(reference: str) -> object:
 
 
 def imported(path: Path) -> ModuleType:
-    """The module of a file, which runs where this process has not imported it before.
-
-    Raises:
-        UserFileError: Python cannot import it, or it raises.
-    """
+    """Return the module of a file, which runs unless this process has imported it; UserFileError if it raises."""
     name = "user_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     if name in sys.modules:
         return sys.modules[name]

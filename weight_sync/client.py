@@ -151,7 +151,6 @@ class WeightClient:
         return decode(document, Part, f"part {rank} of version {version} from {self.address}") if document else None
 
     def wants_deltas(self) -> bool:
-        """Always: what is uploaded crosses the network too."""
         return True
 
     def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
@@ -279,7 +278,6 @@ def sees_folder(
 def open_sink(
     config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
 ) -> WeightStore | WeightClient:
-    """Where a stage puts its parts; as `sees_folder`."""
     if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, role="learner", keys=keys):
         return WeightStore(folder)
     return WeightClient(address, run_id, name, role="learner", timeout_s=config.publish_timeout_s, keys=keys)

@@ -154,14 +154,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def size_of(self, file: str) -> int:
-        """Bytes of one of its files; WeightsCorrupt if the manifest names no such file."""
         for entry in self.files:
             if entry.name == file:
                 return entry.size_bytes
         raise WeightsCorrupt(f"version {self.policy}: the manifest names no file {file}")
 
     def files_of(self, dtype: str) -> dict[str, list[TensorEntry]]:
-        """The whole files of a variant, and the tensors in each; WeightsCorrupt as `variant`."""
         return by_file(self.variant(dtype))
 
     def whole_bytes(self, dtype: str) -> int:
@@ -251,7 +249,6 @@ def build_manifest(
 
 
 def chain_of(parent_chain: str, tensors: Sequence[TensorEntry]) -> str:
-    """Hash of a version's content on top of its parent's chain, as hex."""
     content = xxhash.xxh3_128(parent_chain.encode())
     for entry in tensors:
         content.update(f"{entry.name}|{entry.dtype}|{entry.checksum}\n".encode())

@@ -213,7 +213,6 @@ class Publisher:
             self._thread.join(timeout_s)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Wait under the condition; an error of the thread ends every wait."""
         done = self._changed.wait_for(lambda: ready() or self._error is not None or self._closed, timeout_s)
         if self._error is not None:
             raise PublishFailed(f"publishing to {self._sink.place} failed: {self._error}") from self._error
@@ -409,7 +408,6 @@ class PartMaker:
     def _deltas(
         self, copy: HostCopy, parent: _Parent, entries: Sequence[TensorEntry]
     ) -> tuple[list[TensorEntry], list[bytes | memoryview]] | None:
-        """The entries of a file with their deltas, and the delta file; None where it is not smaller."""
         limit = DELTA_BELOW * sum(entry.size_bytes for entry in entries)
         found: list[TensorEntry] = []
         blobs: list[bytes | memoryview] = []

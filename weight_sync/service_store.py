@@ -229,7 +229,6 @@ class UploadReceiver:
         write_whole(path, [document])
 
     def part(self, version: PolicyVersion, rank: int) -> bytes:
-        """Return the document of a part, unchecked; empty until it has come whole."""
         try:
             return (self._store.version_folder(version) / part_name(rank)).read_bytes()
         except FileNotFoundError:

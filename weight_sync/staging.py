@@ -173,7 +173,6 @@ class HostStaging(HostFolder):
             way.append((manifest, document))
 
     def _parent_folder(self, manifest: Manifest, dtype: str) -> Path | None:
-        """Where the version lies that the deltas are against; None where it is not here."""
         if manifest.parent is None:
             return None
         parent = PolicyVersion.parse(manifest.parent)
@@ -226,7 +225,6 @@ class HostStaging(HostFolder):
         write_whole(folder / MANIFEST_NAME, [document])
 
     def _retain(self) -> None:
-        """Remove old versions, but none that is read or fetched."""
         keep = self.store.committed()[-_KEEP_VERSIONS:]
         if keep:
             self._remove_all_but(set(keep), up_to=keep[0])

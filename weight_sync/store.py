@@ -85,7 +85,6 @@ class WeightStore:
 
     @property
     def store_id(self) -> str:
-        """The store's random name; made when first asked for."""
         path = self.folder / _STORE_NAME
         if not path.exists():
             named = temporary_beside(path)
@@ -211,7 +210,6 @@ class WeightStore:
         write_whole(folder / part_name(part.rank), [encode(part)])
 
     def refuse_old(self, version: PolicyVersion) -> None:
-        """PublishFailed if a version is not newer than the newest."""
         newest = self.newest()
         if newest is not None and version <= newest:
             raise PublishFailed(
@@ -270,7 +268,6 @@ def store_id_of(folder: Path) -> str | None:
 
 
 def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str) -> Manifest:
-    """Read the manifest of a version; WeightsCorrupt if it was changed, or belongs to another version."""
     manifest = decode(data, Manifest, source)
     if manifest.policy != version:
         raise WeightsCorrupt(f"{source}: describes version {manifest.policy}, not {version}")

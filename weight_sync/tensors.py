@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, in C order, without a copy."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     flat = tensor.detach().reshape(-1)
@@ -181,7 +180,6 @@ class HostCopy:
         return cls(places, dtypes, next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None))
 
     def another(self) -> HostCopy:
-        """Room for the same tensors, which is not needed; OSError where there is none."""
         return HostCopy(self.places, self.dtypes, self._gpu, is_needed=False)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

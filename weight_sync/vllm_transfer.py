@@ -89,7 +89,6 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing to set up."""
 
     def verify(self, info: UpdateInfo) -> None:
-        """Start to verify the version that will be loaded next."""
         if self._room is None and self.device.type == "cuda":
             self._room = PinnedRoom(self.device)
         if self._room is not None:
@@ -124,7 +123,6 @@ class WorkerCalls:
         self.weight_transfer_engine.verify(UpdateInfo(**update_info))
 
     def weight_verification(self) -> str | None:
-        """As `Verification.refusal`, of the one begun last."""
         verification = self.weight_transfer_engine.verification
         return None if verification is None else verification.refusal()
 

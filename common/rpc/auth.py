@@ -1,7 +1,7 @@
-"""Closed doors: CURVE keys for the sockets of a run, and the doorkeeper of a service that lets only their holders in.
+"""CURVE keys for the sockets of a run, and the doorkeeper of a service that lets only their holders in.
 
-A run has one key pair for its services and one for its clients. Whoever has the second may talk to all services of
-the run; everybody else is refused in the handshake, before a byte of a message is read.
+A run has one key pair for its services and one for its clients. Holders of the second may talk to all services of the
+run; any other connection is refused in the handshake, before a byte of a message is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DESCRIPTORS = 2**16
 _NUM_KEY_CHARACTERS = 40
 _ZAP_DOMAIN = b"leeway"
 _NUM_ZAP_FRAMES = 7
-"""Version, request, domain, address, identity, mechanism, and of CURVE one credential: the client's public key."""
+"""Version, request, domain, address, identity, mechanism, and of CURVE the client's public key."""
 
 
 class Key:
@@ -39,11 +39,7 @@ class Key:
     __slots__ = ("_characters",)
 
     def __init__(self, characters: bytes) -> None:
-        """From 40 characters of Z85, as zmq takes them.
-
-        Raises:
-            ValueError: it is no key; the text does not show it.
-        """
+        """Take 40 characters of Z85, as zmq does; ValueError, which does not show them, if they are no key."""
         if len(characters) != _NUM_KEY_CHARACTERS:
             raise ValueError(f"a CURVE key has {_NUM_KEY_CHARACTERS} characters, and this one {len(characters)}")
         self._characters = characters
@@ -52,7 +48,6 @@ class Key:
         return self._characters
 
     def is_same(self, raw: bytes) -> bool:
-        """Is it this key? The handshake has 32 bytes of it."""
         return hmac.compare_digest(z85.decode(self._characters), raw)
 
     def __repr__(self) -> str:
@@ -83,7 +78,7 @@ class ServiceKeys:
 
     secret: Key
     client: Key
-    """Public key of the run's clients: nobody else is let in."""
+    """Public key of the run's clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +90,7 @@ class RunKeys:
 
     @classmethod
     def make(cls) -> RunKeys:
-        """New ones, by libsodium's random numbers or those of the system.
-
-        Raises:
-            RuntimeError: the installed libzmq has no CURVE.
-        """
+        """Make new ones; RuntimeError if the installed libzmq has no CURVE."""
         if not zmq.has("curve"):
             raise RuntimeError("the installed pyzmq was built without CURVE; install its wheel from the package index")
         (server, server_secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
@@ -117,14 +108,13 @@ def is_loopback(host: str) -> bool:
 class Doorkeeper(ThreadAuthenticator):
     """Lets the holders of the run's client key in, and counts and logs keys that are not of the run.
 
-    libzmq asks about each key (ZAP, https://rfc.zeromq.org/spec/27/). A connection that shows none gets no further than
-    the handshake, without a question.
+    libzmq asks about each key (ZAP, https://rfc.zeromq.org/spec/27/). Connections without one fail in the handshake.
     """
 
     def __init__(
         self, service: zmq.Socket[bytes], keys: ServiceKeys, who: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start, before the socket binds; its context must have no other ZAP handler. The log calls the service `who`.
+        """Start before the socket binds, in a context without another ZAP handler; the log calls the service `who`.
 
         `stop` ends the thread; call it once the service's socket is closed.
         """

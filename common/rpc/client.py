@@ -1,7 +1,7 @@
 """RpcClient: one thread that owns a socket, sends requests, pairs replies with them, and sends again what was lost.
 
-A request is sent again with its number when it went unanswered, when the connection was made anew, and when it or its
-answer came damaged. Every request is safe to send again, so the service may be killed and restarted at any time.
+A request is sent again with its number if it is not answered in time, if the connection was made anew, and if it or its
+answer came damaged. Requests are idempotent, so the service may be killed and restarted at any time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MAX_RETRY_S = 1.0
 _BUSY_FACTOR = 3
 _TICK_S, _STILL_S = 0.5, 1.0
 _MAX_WORK_S = 600.0
-"""What a service says it still works on after so long is given up."""
+"""Longest time for which a service may say that it works on a request."""
 _MAX_DAMAGED = 8
-"""A request that came damaged so often, there or back, is given up: something on the way changes every message."""
+"""A request that came damaged so often fails: something on the way changes every message."""
 _MAX_PATIENCE_FACTOR = 64
 _END_S = 10.0
 
@@ -60,9 +60,9 @@ class RpcErrors(NamedTuple):
     """What the futures of a client fail with."""
 
     refused: Callable[[Refused, str], Exception]
-    """Of a refusal and the sentence about it."""
+    """Called with a refusal and the sentence about it."""
     unavailable: Callable[[str], Exception]
-    """The service did not answer in time, or the client is closed."""
+    """Called on a timeout, or if the client is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class Patience:
     """How long a client waits before it does what."""
 
     resend_s: float
-    """Without an answer a request is sent again; without any word from the service over a new connection, after twice
-    as long each time, for a slow link whose messages take longer must not be cut again and again."""
+    """Without an answer a request is sent again; without any sign of the service over a new connection, after twice as
+    long each time: a slow link must not be cut again and again."""
     give_up_s: float
-    """A request that is not answered for so long fails."""
+    """Timeout of a request."""
     heartbeat_s: float
-    """Without a sign of life from the other end the connection is made anew."""
+    """Without a heartbeat for so long the connection is made anew."""
 
 
 @dataclass(eq=False)
@@ -115,10 +115,10 @@ class RpcClient:
         pump: Callable[[], float | None] = lambda: None,
         ended: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Start the IO thread of a client of the service at an address of `RpcServer.bind`, which refuses other runs.
+        """Start the IO thread of a client of the service at an address of `RpcServer.bind`.
 
-        The thread calls `pump` in every round, which may submit, and returns in how many seconds it wants to be called
-        again (None: when woken); and once, whatever ends it, `ended`. Without `keys` the service takes everybody.
+        The thread calls `pump` in every round, which may submit, and returns the seconds until it is to be called again
+        (None: when woken). At its end it calls `ended`.
         """
         self.address = address
         self._protocol = protocol
@@ -131,7 +131,7 @@ class RpcClient:
         self._ended = ended
         self._lock = threading.Lock()
         self._submitted: deque[_Call] = deque()
-        """By any thread, under the lock; the IO thread alone has them in `_calls`."""
+        """Under the lock; the IO thread moves them to `_calls`."""
         self._closing_at: float | None = None
         self._calls: dict[int, _Call] = {}
         # not from 1: an answer to an earlier process with this connection must fit no question of this one
@@ -142,9 +142,8 @@ class RpcClient:
         self._patience_factor = 1
         self._who = f"the {protocol.service} at {address}"
         self.put_off_because = ""
-        """Why the service last asked to try again later; empty where it has answered since."""
+        """Why the service last asked to try again later; '' if it has answered since."""
         self.has_ended = False
-        """Nothing can be sent any more."""
         try:
             self._open()
         except zmq.ZMQError:
@@ -167,17 +166,14 @@ class RpcClient:
         num_before: int = 0,
         closing: bool = False,
     ) -> Future[Answer]:
-        """Send a request.
+        """Send a request; the future fails as `errors` say, and a cancelled one is not sent again.
 
         Args:
             message: the request.
             body: bytes, or nothing; must not change until the answer is there.
-            wait_s: how long the service may take to answer, beyond the usual.
-            num_before: requests whose answers have to come first: it is given up so much later.
+            wait_s: added to the timeout.
+            num_before: requests whose answers have to come first; each adds a timeout.
             closing: allow it while the client closes: for what `pump` still has to send.
-
-        Returns:
-            The answer. Fails as `errors` say. Cancelled, it is not sent again.
         """
         future: Future[Answer] = Future()
         now = time.monotonic()
@@ -193,7 +189,6 @@ class RpcClient:
         return future
 
     def ask(self, message: Message, body: bytes | memoryview = b"") -> Answer:
-        """Send a request and wait for the answer, as long as `submit` lets it be on its way."""
         return self.submit(message, body).result(_MAX_WORK_S + self._patience.give_up_s + _END_S)
 
     def stream(self, asks: Iterable[Ask], *, window: int) -> Iterator[tuple[Ask, Answer]]:
@@ -312,14 +307,13 @@ class RpcClient:
             call.sent_at = None
 
     def _patience_s(self, call: _Call) -> float:
-        """How long to wait for the answer: longer where others are answered, for a slow link loses nothing."""
         is_alive = call.sent_at is not None and self._heard_at > call.sent_at
         return self._patience.resend_s * max(self._patience_factor, _BUSY_FACTOR if is_alive else 1) + call.wait_s
 
     def _send_due(self, now: float) -> bool:
-        """Send what waits, bulk last; True where the socket would not take all of it.
+        """Send what waits, bulk last; True: the socket would not take all of it.
 
-        The socket takes a few messages only, so that a short request does not wait behind all bulk on a slow link.
+        It takes a few messages only, so that a short request does not wait behind all bulk on a slow link.
         """
         due = []
         held_back = False
@@ -444,7 +438,6 @@ class _Wake:
         self._is_closed = False
 
     def set(self) -> None:
-        """Make `fd` readable; after `close` there is nobody to wake."""
         with self._lock:  # after `close` the number may be that of another file
             if not self._is_closed:
                 os.eventfd_write(self.fd, 1)
@@ -460,7 +453,6 @@ class _Wake:
 
 
 def settle(future: Future[R], outcome: R | BaseException) -> None:
-    """Complete a future, unless its owner has cancelled it or it is complete."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)

@@ -1,13 +1,10 @@
 """What the requests and replies of every service share.
 
-A message is [header, body]: the header is an `Envelope` as msgpack, the body, where there is one, bytes. Nothing is
-ever unpickled. Both are checked against an xxh3 checksum before they are looked at: the header's leads it, the body's
-is in it.
+A message is [header, body]: an `Envelope` as msgpack, and bytes, if any. Nothing is ever unpickled. Both are compared
+with an xxh3 checksum first: the header's leads it, the body's is in it.
 
-A request says who asks (`Asker`), and the table of its `Protocol` which role may ask it.
-
-A request is answered by exactly one reply, or, where the answer takes long and the request comes again, by `Working`
-first. It is safe to send any request again: each names what it is about, so the service recognises it.
+A request names its client (`Asker`), and its `Protocol` which role may ask it. It is answered by one reply; if that
+takes long and the request is sent again, by `Working` first. Requests are idempotent.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ import msgspec
 import xxhash
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""What a message counts or numbers: so large a number leaves room to add to it in 64 bits."""
+"""A count or number, with room to add to it in 64 bits."""
 
 Role = Literal["actor", "learner", "ranker", "launch", "observer"]
-"""What a client of the services of a run is; 'launch' is the command, and an observer only looks."""
+"""Of a client of the services of a run; 'launch' is the command, and an observer only looks."""
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 
 _SEAL = struct.Struct("<Q")
@@ -35,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Base of all requests and replies. The tag is the name of the class."""
 
     is_bulk: ClassVar[bool] = False
-    """Has it no order among the others, and goes behind them?"""
+    """It is sent after others, and in any order."""
 
 
 class Done(Message, frozen=True):
@@ -51,8 +48,7 @@ class Refused(Message, frozen=True):
 
     reason: str
     kind: str = ""
-    """RETRY: not now. DAMAGED: the request was damaged on its way. Else a word of the service, from which its client
-    makes an error; '' where there is nothing to tell apart."""
+    """RETRY: not now. DAMAGED: the request was damaged on its way. Else a word from which the client makes an error."""
     errno: int = 0
 
 
@@ -65,7 +61,7 @@ class Asker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(max_length=256)]
     role: Role
     session: Annotated[str, msgspec.Meta(max_length=64)]
-    """Random per client process: by this a service knows again whom it has greeted, so nobody else is told it."""
+    """Random per client process: a secret by which a service recognises a greeted client."""
 
 
 class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=True):
@@ -74,12 +70,12 @@ class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=Tr
     request_id: Count
     message: M
     body_checksum: int = 0
-    """xxh3-64 of the body; 0 where there is none."""
+    """xxh3-64 of the body; 0 without one."""
     run_id: str = ""
-    """A message of another run is refused, whatever it asks."""
+    """A message of another run is refused."""
     protocol: Count = 0
     asker: Asker | None = None
-    """Of a request; a reply has none."""
+    """None in replies."""
 
 
 class Protocol:
@@ -100,10 +96,10 @@ class Protocol:
         Args:
             service: its name in sentences, as in "buffer service".
             version: counted up when messages change.
-            requests: the union of what may be asked.
-            replies: the union of what is answered beside what every service does.
+            requests: their union.
+            replies: their union, without those of every service.
             asked_by: for every request the roles that may ask it.
-            max_header_bytes: a longer header of a request is not looked at.
+            max_header_bytes: a longer header of a request is refused.
         """
         self.service = service
         self.version = version
@@ -124,7 +120,6 @@ class Protocol:
         run_id: str = "",
         asker: Asker | None = None,
     ) -> bytes:
-        """The header frame of a message: its checksum, then the envelope."""
         envelope = Envelope(request_id, message, checksum(body), run_id, self.version, asker)
         return sealed(self._encoder.encode(envelope))
 
@@ -138,11 +133,7 @@ class Protocol:
         return f"{what} is for {' or '.join(sorted(roles))}, and '{asker.name}' is of role '{asker.role}'"
 
     def decode(self, header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope[Any]:
-        """Read a header frame; a longer one than `max_bytes` is not looked at.
-
-        Raises:
-            msgspec.DecodeError: the frame is damaged or no known message; it is never guessed at.
-        """
+        """Read a header frame; DecodeError if it is damaged, no known message, or longer than `max_bytes`."""
         if max_bytes is not None and len(header) > max_bytes:
             raise msgspec.DecodeError(f"a header of {len(header)} bytes, at most {max_bytes} are read")
         payload = memoryview(header)[_SEAL.size :]

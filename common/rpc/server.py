@@ -1,7 +1,7 @@
 """RpcServer: the socket of a service, what comes over it, and an address that a restarted service keeps.
 
-On one machine it is a Unix socket, which only its owner can open. libzmq binds one over whatever has its name, a file
-or the socket of a living service, and leaves it behind at the end, so both are seen to here.
+On one machine it is a Unix socket, which only its owner can open. libzmq binds over whatever has its name, and leaves
+it behind at the end; both are handled here.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 BIND_RETRY_S = 5.0
 _MAX_FRAMES = 3
-"""Of a message: who sent it, header, body."""
+"""Of a message: identity, header, body."""
 _LARGE_BYTES = 2**20
 _MAX_SHOWN_BYTES = 64 * 2**10
-"""Of each frame of a message that cannot be read."""
+"""Of each frame of an invalid message."""
 _NOTHING = memoryview(b"")
 _SOCKET = "socket"
 _MAX_UNIX_BYTES = 107
-"""Of the path of a Unix socket, by the system."""
+"""Of the path of a Unix socket."""
 STRANGER = "a stranger"
-"""How the description of a peer begins that has not said who it is."""
+"""How the description of a peer that was not greeted begins."""
 
 
 class CannotBind(Exception):
@@ -55,7 +55,7 @@ class Request(NamedTuple):
     message: Any
     body: memoryview
     asker: Asker
-    """Of a role that may ask it. Whether it is who it says is for the service to see."""
+    """Of a role that may ask it. The service checks whether it was greeted."""
     peer: str
 
 
@@ -67,7 +67,7 @@ class Malformed(NamedTuple):
     reason: str
     data: bytes | memoryview
     reply: Refused | None
-    """None: there is no request to answer. Whoever sent it will send it again, or is no client of ours."""
+    """None: there is no request to answer."""
     peer: str
 
 
@@ -94,16 +94,16 @@ class RpcServer:
         outgoing: int,
         refuse_body: Callable[[memoryview], str] = lambda _: "",
     ) -> None:
-        """Nothing is bound yet.
+        """Make the socket, and bind it later.
 
         Args:
             protocol: of the service.
             run_id: clients of another run are refused.
-            keys: only the holders of the run's client key are let in; None: everybody who reaches the socket.
+            keys: only holders of the run's client key connect; None: the socket is not locked.
             max_message_bytes: a client that sends a longer frame is cut off.
             incoming: messages of a client that are held until the service takes them.
             outgoing: messages for a client that are held until it takes them.
-            refuse_body: why a large body is refused before its checksum is computed, which takes long; '' where not.
+            refuse_body: why a large body is refused before its checksum is computed; '' if it is not.
         """
         self._protocol = protocol
         self._run_id = run_id
@@ -127,13 +127,13 @@ class RpcServer:
             self._socket.setsockopt(option, value)
 
     def bind(self, host: str | None, port: int, remembered: Path, *, section: str) -> str:
-        """Bind; an address that was just given up is waited for. Returns it as clients need it.
+        """Bind, after waiting for an address that was just given up; return it as clients need it.
 
         Args:
-            host: interface, "0.0.0.0" or "*" for all; None: a Unix socket, or loopback where a port is given.
-            port: 0 takes the port that the last service of the folder had, or a free one.
-            remembered: the file in which that port is kept, 0 for a Unix socket. That one lies beside it, or has a
-                short path of its own where the path is too long for the system, or the folder takes no sockets.
+            host: interface, "0.0.0.0" or "*" for all; None: a Unix socket, or loopback if a port is given.
+            port: 0 takes the port of the folder's last service, or a free one.
+            remembered: the file with that port, 0 for a Unix socket. The socket lies beside it, or has a short path of
+                its own if the path is too long for the system, or the folder takes no sockets.
             section: of the config, for the error.
 
         Raises:
@@ -209,9 +209,9 @@ class RpcServer:
         return bool(self._socket.poll(max(0, int(timeout_s * 1000))))
 
     def receive(self) -> list[zmq.Frame] | None:
-        """The frames of the next message: identity, header, body; None where there is none.
+        """Return the frames of the next message: identity, header, body; None: there is none.
 
-        One frame more shows that it is none of ours.
+        One frame more marks an invalid message.
         """
         try:
             frames: list[zmq.Frame] = [self._socket.recv(zmq.NOBLOCK, copy=False)]
@@ -223,7 +223,6 @@ class RpcServer:
         return frames
 
     def open(self, frames: Sequence[zmq.Frame]) -> Request | Malformed | Unserved:
-        """What a message says, as far as it can be trusted."""
         identity, peer, rest = frames[0].bytes, _peer_of(frames[0]), [frame.buffer for frame in frames[1:]]
         try:
             header, body = (*rest, _NOTHING)[:2] if 1 <= len(rest) <= 2 else (_NOTHING, _NOTHING)
@@ -291,18 +290,13 @@ def _port_in(file: Path) -> int:
 
 
 def _short_path(path: Path) -> Path:
-    """Where the socket of this path lies that cannot lie there."""
     home = Path(tempfile.gettempdir()) / f"leeway-sockets-{os.geteuid()}"
     short = home / xxhash.xxh3_128_hexdigest(os.fsencode(path))
     return short if len(os.fsencode(short)) <= _MAX_UNIX_BYTES else Path("/tmp", *short.parts[-2:])
 
 
 def _make_private(folder: Path) -> None:
-    """Have a folder that this user alone may enter.
-
-    Raises:
-        OSError: it is there and is not so: another user may have made it.
-    """
+    """Have a folder that this user alone may enter; OSError if another user may have made it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -310,11 +304,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _wait_until_free(path: Path) -> None:
-    """Nobody listens there any more, and nothing but a socket has the name.
-
-    Raises:
-        OSError: somebody does, or it is something else.
-    """
+    """Wait until no service listens there; OSError if one does, or the name is not of a socket."""
     deadline = time.monotonic() + BIND_RETRY_S
     while path.exists():
         if not path.is_socket():
