@@ -8,13 +8,13 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 176,
-    "lines": 46_507,
-    "lines without planning": 41_074,
-    "lines of buffer": 8_205,
+    "lines": 46_053,
+    "lines without planning": 40_620,
+    "lines of buffer": 7895,
     "lines of launch": 12_165,
     "lines of shell": 910,
     "lines of the report's page": 422,
-    "lines of examples": 1_033,
+    "lines of examples": 1033,
     "longest file": 473,
     "longest function": 61,
     "modules imported by exactly one other": 31,
