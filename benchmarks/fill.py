@@ -9,7 +9,7 @@ else on another: groups of 8 samples, an engine with 16 slots. In every round th
     new   a group as soon as a slot is free (`ActorsConfig.room`)
 
 The lag allowed is so great that admission is always open: generation never waits for the learner. Figures are those of
-metrics.jsonl, rates over ten seconds or so before each step, here means over the time after a warm-up.
+actors.jsonl, rates over ten seconds or so before each step, here means over the time after a warm-up.
 
 `--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/fill.md.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, BinaryIO
 
@@ -254,25 +254,34 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield what is served; called for every request, in its thread."""
-        status = self._shown
+        status, families = self._shown, dict[str, GaugeMetricFamily]()
         if status is None:
             return
-        facts = (status.run, status.run_id, status.phase)
-        meaning = "1; its labels say which run this is."
-        yield _labelled("leeway_run", meaning, ("run", "run_id", "phase"), [(facts, 1.0)])
+
+        def add(name: str, meaning: str, value: float | None, **labels: str) -> None:
+            if value is not None:
+                family = families.setdefault(name, GaugeMetricFamily(name, meaning, labels=list(labels)))
+                family.add_metric(list(labels.values()), float(value))
+
+        facts = {"run": status.run, "run_id": status.run_id, "phase": status.phase}
+        add("leeway_run", "1; its labels say which run this is.", 1.0, **facts)
         # a row has the ledger of its draw; this is that of now
         ledger = status.buffer.ledger if status.buffer is not None else {}
-        yield from _of_row(
-            {**status.row, **{name: ledger[key] for name, key in LEDGER_METRICS.items() if key in ledger}}
-        )
+        now = {name: ledger[key] for name, key in LEDGER_METRICS.items() if key in ledger}
+        for name, value in {**status.row, **now}.items():
+            registered, label, which = labelled(name)
+            if registered in METRICS and isinstance(value, int | float):
+                gauge = f"leeway_{registered.replace('/NAME', '').replace('/', '_')}"
+                add(gauge, METRICS[registered], value, **({label: which} if label else {}))
         for name, (meaning, of_run) in OF_RUN.items():
-            if (value := of_run(status)) is not None:
-                yield GaugeMetricFamily(name, meaning, value=value)
+            add(name, meaning, of_run(status))
         for name, (meaning, of_actor) in OF_ACTORS.items():
-            known = [((actor.name, actor.pool), of_actor(actor)) for actor in status.actors]
-            yield _labelled(name, meaning, ("actor", "pool"), known)
-        counts = [((pool, str(lag)), num) for pool, lags in status.lags.items() for lag, num in lags.items()]
-        yield _labelled("leeway_trained_tokens", "Trained tokens by their lag.", ("pool", "lag"), counts)
+            for actor in status.actors:
+                add(name, meaning, of_actor(actor), actor=actor.name, pool=actor.pool)
+        for pool, lags in status.lags.items():
+            for lag, num in lags.items():
+                add("leeway_trained_tokens", "Trained tokens by their lag.", num, pool=pool, lag=str(lag))
+        yield from families.values()
 
     def close(self) -> None:
         """Release the port. Idempotent."""
@@ -287,27 +296,3 @@ class Exporter(Collector):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _labelled(
-    name: str, meaning: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float | None]]
-) -> GaugeMetricFamily:
-    """Return a gauge with a value for each tuple of labels; None is left out."""
-    family = GaugeMetricFamily(name, meaning, labels=labels)
-    for of_labels, value in values:
-        if value is not None:
-            family.add_metric(of_labels, value)
-    return family
-
-
-def _of_row(row: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
-    families: dict[str, GaugeMetricFamily] = {}
-    for name, value in row.items():
-        registered, label, which = labelled(name)
-        if registered not in METRICS or not isinstance(value, int | float):
-            continue
-        gauge = f"leeway_{registered.replace('/NAME', '').replace('/', '_')}"
-        if gauge not in families:
-            families[gauge] = GaugeMetricFamily(gauge, METRICS[registered], labels=[label] if label else [])
-        families[gauge].add_metric([which] if label else [], float(value))
-    yield from families.values()
