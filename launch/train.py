@@ -195,7 +195,8 @@ def _follow(
     trace = stack.enter_context(Trace(folder.timeline))
     observer = Observer(
         plan,
-        started_s=started - (earlier.wall_s if earlier is not None else 0.0),
+        started_s=started,
+        earlier=earlier,
         look=lambda: supervisor.processes(),
         on_quiet=display.update,
         on_news=exporter.show,
@@ -311,7 +312,7 @@ class _Run:
         """Count on from where the learner stands, which is its newest checkpoint that is whole."""
         reached = newest_progress(self.plan.folder.checkpoints) or TrainingProgress(0, 0, 0)
         step, version = reached.step, reached.version
-        self._observer.take_up(step, version, earlier.num_redone + max(0, earlier.last_step - step))
+        self._observer.take_up(step, version, max(0, earlier.last_step - step))
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
         self.sinks.event("resumed", f"the run goes on from {earlier.start(step)}")
@@ -435,7 +436,7 @@ class _Run:
         accuracy = accuracy_of(results)
         self._observer.evaluated(accuracy)
         self.sinks.trace.evaluated(accuracy.versions)
-        self.sinks.event("evaluated", accuracy.describe(), **accuracy.row())
+        self.sinks.event("evaluated", accuracy.describe())
         status = self._observer.status
         self.sinks.tracker.evaluated(accuracy, status.step, status.wall_s)
         return accuracy

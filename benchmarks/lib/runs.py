@@ -102,9 +102,8 @@ class FinishedRun:
 
     def evaluations(self) -> list[tuple[int, float]]:
         """Of each in order, the version and the greedy accuracy."""
-        events = map(json.loads, (self.folder / "events.jsonl").read_text().splitlines())
-        found = [each for each in events if each["kind"] == "evaluated"]
-        return [(each["eval/policy_version"], each["eval/accuracy_greedy"]) for each in found]
+        found = map(json.loads, (self.folder / "eval.jsonl").read_text().splitlines())
+        return [(each["policy_version"], each["accuracy_greedy"]) for each in found]
 
     def samples(self) -> Samples:
         """All that a step has trained, read from the buffer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +72,7 @@ class History:
     identity: RunIdentity
     last_step: int
     """The last step in metrics.jsonl; a checkpoint may be older."""
-    before: Accuracy | None
-    """The first evaluation, of a model that is not trained yet; None where there was none."""
+    evaluations: Sequence[Accuracy]
     wall_s: float
     """Seconds that the commands before worked on the run."""
     num_redone: int = 0
@@ -81,6 +80,12 @@ class History:
     """Which keys of the config, and which contents, are other than before, as a sentence; empty where none is."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """As `contents` of launch.resume gives them now."""
+
+    @property
+    def before(self) -> Accuracy | None:
+        """The first evaluation, if it is of a model that is not trained yet."""
+        first = self.evaluations[0] if self.evaluations else None
+        return first if first is not None and first.policy_version == 0 else None
 
     def start(self, step: int) -> str:
         """Where the run goes on, and what was changed; `step` is that of its newest checkpoint, 0 where it has none."""
@@ -97,11 +102,8 @@ class History:
         """
         identity = folder.read_identity()
         last_step = max((row["step"] for row in Rows(folder.metrics).read()), default=0)
-        evaluated = (Accuracy.of_event(event) for event in Rows(folder.events).read() if event["kind"] == "evaluated")
-        first = next(evaluated, None)
-        before = first if first is not None and first.policy_version == 0 else None
-        wall_s, num_redone = 0.0, 0
-        with suppress(StatusError):  # a command that ended before it said anything
+        evaluations, wall_s, num_redone = list[Accuracy](), 0.0, 0
+        with suppress(StatusError):  # a command that ended before it wrote one
             status = read_status(folder.status)
-            wall_s, num_redone = status.wall_s, status.steps_redone
-        return cls(identity, last_step, before, wall_s, num_redone, changes, digests)
+            evaluations, wall_s, num_redone = status.evaluations, status.wall_s, status.steps_redone
+        return cls(identity, last_step, evaluations, wall_s, num_redone, changes, digests)

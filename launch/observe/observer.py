@@ -25,7 +25,7 @@ from common.process import wall_time
 from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.errors import ExitStatus
-from launch.observe.history import Rows
+from launch.observe.history import History, Rows
 from launch.observe.status import (
     NUM_EVENTS,
     POLICY,
@@ -60,6 +60,7 @@ class Observer:
         plan: Plan,
         *,
         started_s: float | None = None,
+        earlier: History | None = None,
         look: Callable[[], Sequence[ProcessStatus]] = tuple,
         on_quiet: Callable[[RunStatus], None] = lambda status: None,
         on_news: Callable[[RunStatus], None] = lambda status: None,
@@ -69,15 +70,15 @@ class Observer:
     ) -> None:
         """Write nothing before the first phase.
 
-        `started_s` is by `clock`, as if one command had done all the work on the run. `look` returns the processes as
-        they are now, without a wait. `on_news` gets every status that is written; `on_quiet` those between polls, in
-        the observer's thread.
+        `started_s` is by `clock`; `earlier` is of a run that is resumed. `look` returns the processes as they are now,
+        without a wait. `on_news` gets every status that is written; `on_quiet` those between polls, in the observer's
+        thread.
         """
         config = plan.config
         self._path, self._metrics, self._config = plan.folder.status, plan.folder.metrics, config
         self._look, self._on_quiet, self._on_news = look, on_quiet, on_news
         self._wall, self._clock, self._quiet_s = wall, clock, quiet_s
-        self._started_s = clock() if started_s is None else started_s
+        self._started_s = (clock() if started_s is None else started_s) - (earlier.wall_s if earlier else 0.0)
         self.status = RunStatus(
             run=plan.folder.name,
             run_id=plan.run_id,
@@ -87,6 +88,8 @@ class Observer:
             started_s=wall(),
             num_steps=config.learner.num_steps,
             max_lag=config.weight_sync.max_lag,
+            evaluations=list(earlier.evaluations) if earlier else [],
+            steps_redone=earlier.num_redone if earlier else 0,
         )
         self.trained, self.actor_totals = TrainedTotals(), ActorTotals()
         self._overlap, self._trained_rate, self._trained_tokens = OverlapMeter(), Rate(), 0
@@ -148,11 +151,11 @@ class Observer:
             self.status.ended = Ended(at_s=self._wall(), text=text, exit_status=exit_status)
             self._write()
 
-    def take_up(self, step: int, version: int, num_redone: int = 0) -> None:
+    def take_up(self, step: int, version: int, num_redone: int) -> None:
         """Count on from what earlier commands did; the learner goes on at this step, the last of metrics.jsonl."""
         self._go_back(step, version)
         self._restarts_before = self.trained.restarts + 1
-        self.status.steps_redone = num_redone
+        self.status.steps_redone += num_redone
 
     def take_in(self, news: PollResult) -> list[dict[str, Any]]:
         """Take in one poll; return the row of every step that finished, with the columns of the actors."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from common.files import private_file
-from common.staleness import PolicyVersion
 from launch.errors import ConfigError
 from launch.observe.totals import PoolEngines
 from launch.run_folder import RunFolder, open_run, owner_of
@@ -141,20 +140,6 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     num_problems: int
     num_failed: int = 0
     """Answers that could not be generated or scored: neither right nor wrong."""
-
-    @classmethod
-    def of_event(cls, event: Mapping[str, Any]) -> Accuracy:
-        """Return the accuracy of an event that has a `row`; what is missing is unknown."""
-        version = PolicyVersion(int(event.get("eval/start", 0)), int(event.get("eval/policy_version", 0)))
-        return cls(
-            versions=str(version),
-            policy_version=version.version,
-            start=version.incarnation,
-            greedy=event.get("eval/accuracy_greedy"),
-            sampled=event.get("eval/accuracy_sampled"),
-            num_problems=int(event.get("eval/num_problems") or 0),
-            num_failed=int(event.get("eval/num_failed") or 0),
-        )
 
     def row(self) -> dict[str, Any]:
         return {

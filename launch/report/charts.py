@@ -163,7 +163,7 @@ def _reward(run: RunData, chart: Chart) -> Figure:
 
 def _accuracy(run: RunData, chart: Chart) -> Figure:
     values = {
-        which: [(float(each.policy_version), getattr(each, which)) for each in run.events.evaluations]
+        which: [(float(each.policy_version), getattr(each, which)) for each in run.evaluations]
         for which in ("greedy", "sampled")
     }
     return lines(run, chart, {name: sorted(p for p in points if p[1] is not None) for name, points in values.items()})

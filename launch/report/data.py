@@ -176,7 +176,6 @@ class Events:
 
     shown: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
-    evaluations: list[Accuracy] = field(default_factory=list)
     failed: str = ""
     """Why the run failed; empty if it did not."""
 
@@ -216,6 +215,10 @@ class RunData:
         if self.seen is not None and not self.seen.gone:
             return "running"
         return "failed" if self.events.failed else "no end recorded"
+
+    @property
+    def evaluations(self) -> Sequence[Accuracy]:
+        return self.status.evaluations if self.status is not None else ()
 
     @property
     def num_steps(self) -> int:
@@ -283,7 +286,7 @@ def collect(folder: RunFolder) -> RunData:
 
 _CONSEQUENCES = {
     "metrics.jsonl": ", so there are no curves",
-    "events.jsonl": ", so there are no events and no accuracies",
+    "events.jsonl": ", so there are no events",
     "timeline.json": ": the run is of an older Leeway, or it ended before it began",
     "config.toml": ", so the config is not known",
 }
@@ -325,8 +328,6 @@ def _read_events(folder: RunFolder, run: RunData) -> None:
         kind = event.get("kind")
         if kind in ("failed", "resumed"):  # what ended a run that is resumed is over
             found.failed = str(event.get("text", "")) if kind == "failed" else ""
-        if kind == "evaluated":
-            found.evaluations.append(Accuracy.of_event(event))
     found.num_left_out = max(0, len(events) - FIRST_EVENTS - LAST_EVENTS)
     found.shown = events[:FIRST_EVENTS] + events[FIRST_EVENTS + found.num_left_out :]
     for event in found.shown:

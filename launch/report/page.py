@@ -230,7 +230,7 @@ def tiles(run: RunData) -> list[Tile]:
 
 
 def _accuracy_tile(run: RunData, which: str) -> Tile:
-    name, evaluations = f"Accuracy, {which}", run.events.evaluations
+    name, evaluations = f"Accuracy, {which}", run.evaluations
     before, *others = [getattr(each, which) for each in evaluations] or [None]
     after = others[-1] if others else None
     if before is None:

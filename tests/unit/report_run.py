@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models
 
 from actors.report import WeightUpdate
-from launch.observe.status import BufferStatus, Ended, PollResult, ProcessStatus, RunStatus, write_status
+from launch.observe.status import Accuracy, BufferStatus, Ended, PollResult, ProcessStatus, RunStatus, write_status
 from launch.observe.trace import Trace
 from launch.run_folder import RunFolder
 from tests.unit import made_up_run
@@ -112,17 +112,19 @@ def write_end(run: RunFolder, num_steps: int) -> None:
         "trained_tokens": 1000 * num_steps,
         "lags": {"actors": {0: 100, 1: 300, 3: 100}},
     }
+    figures["evaluations"] = [
+        Accuracy(versions=str(version), policy_version=version, greedy=greedy, sampled=sampled, num_problems=64)
+        for version, greedy, sampled in ((0, 0.4, 0.3), (num_steps, 0.9, 0.8))
+    ]
     ended = Ended(at_s=START_S + 60, text="done", exit_status=0)
     write_status(run.status, RunStatus(**facts, **figures, wall_s=60.0, buffer=buffer, ended=ended))
 
 
 def write_events(run: RunFolder, num_steps: int) -> None:
     events = [
-        {"time_s": START_S + 9, "kind": "evaluated", "text": "at version 0", "eval/policy_version": 0}
-        | {"eval/accuracy_greedy": 0.4, "eval/accuracy_sampled": 0.3, "eval/num_problems": 64},
+        {"time_s": START_S + 9, "kind": "evaluated", "text": "at version 0"},
         {"time_s": START_S + 20, "kind": "restart", "text": f"actor.1 died of {NASTY}"},
-        {"time_s": START_S + 50, "kind": "evaluated", "text": "at the end", "eval/policy_version": num_steps}
-        | {"eval/accuracy_greedy": 0.9, "eval/accuracy_sampled": 0.8, "eval/num_problems": 64},
+        {"time_s": START_S + 50, "kind": "evaluated", "text": "at the end"},
     ]
     run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
 

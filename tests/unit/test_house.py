@@ -8,13 +8,13 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 176,
-    "lines": 46_053,
-    "lines without planning": 40_620,
-    "lines of buffer": 7895,
-    "lines of launch": 12_165,
+    "lines": 46_030,
+    "lines without planning": 40_597,
+    "lines of buffer": 7_895,
+    "lines of launch": 12_142,
     "lines of shell": 910,
     "lines of the report's page": 422,
-    "lines of examples": 1033,
+    "lines of examples": 1_033,
     "longest file": 473,
     "longest function": 61,
     "modules imported by exactly one other": 31,

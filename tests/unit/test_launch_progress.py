@@ -90,7 +90,7 @@ def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(observer, t
 def test_the_summary_stands_where_a_restarted_learner_has_nothing_left_to_do(observer):
     observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
     observer.take_in(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
-    nobody = Accuracy.of_event({})
+    nobody = Accuracy(versions="0", greedy=None, sampled=None, num_problems=0)
     status = SimpleNamespace(
         ledger={"gap": 0, "trained": 80},
         fidelity=LengthFidelity(),
@@ -138,7 +138,9 @@ def test_a_row_says_how_far_the_weights_have_come(observer):
     rows = [row for news in polls for row in observer.take_in(news)]
     names = ("weights/published", "weights/behind", "weights/refused")
     assert [tuple(row[name] for name in names) for row in rows] == [(7, 3, 1), (7, 0, 0), (7, None, 0)]
-    summary = observer.summary(Accuracy.of_event({}), None, made_up_status())
+    summary = observer.summary(
+        Accuracy(versions="0", greedy=None, sampled=None, num_problems=0), None, made_up_status()
+    )
     assert summary["quarantined_actors"] == ["actor-1"]
 
 

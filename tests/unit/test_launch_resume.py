@@ -16,7 +16,7 @@ from launch.errors import ConfigError, ExitStatus
 from launch.observe.history import History
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
-from launch.observe.status import Accuracy
+from launch.observe.status import Accuracy, read_status
 from launch.resume import contents, identity_of, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
 from tests.unit.made_up_run import context, plan, status
@@ -277,35 +277,38 @@ def test_a_torn_last_line_is_cut_off_before_more_is_appended(folder):
         assert len([json.loads(line) for line in path.read_text().splitlines()]) == count
 
 
-def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(folder):
-    evaluated = {"eval/num_problems": 8, "eval/accuracy_greedy": 0.5, "eval/accuracy_sampled": 0.25}
-    evaluated |= {"eval/num_failed": 1, "eval/policy_version": 0, "kind": "evaluated", "text": ""}
-    later = {**evaluated, "eval/accuracy_greedy": 0.9, "time_s": 1030.0}
-    write_lines(folder.events, [{**evaluated, "time_s": 110.0}, later])
+def accuracy(version: int) -> Accuracy:
+    return Accuracy(versions=str(version), policy_version=version, greedy=0.5, sampled=None, num_problems=8)
+
+
+@pytest.mark.parametrize("versions", [(0, 10), (10, 20), ()])
+def test_history_knows_the_evaluations_and_how_long_the_commands_worked(folder, versions):
     write_lines(folder.metrics, [row(1, finished_s=140.0), row(2, finished_s=150.0)])
     assert History.read(folder).wall_s == 0.0, "no command has said anything"
     other = plan(folder.root.with_name("other"))
     other.folder.root.mkdir()
     with Observer(other, clock=lambda: 80.0, started_s=0.0) as observer:
+        for version in versions:
+            observer.evaluated(accuracy(version))
         observer.phase("training")
     other.folder.status.rename(folder.status)
     history = History.read(folder)
-    assert (history.before.greedy, history.before.policy_version, history.before.versions) == (0.5, 0, "0")
-    write_lines(folder.events, [{**later, "eval/policy_version": 10}, later])
-    assert History.read(folder).before is None, "the run had no actors at first"
-    assert history.wall_s == 80.0
-    assert history.last_step == 2
+    assert [each.policy_version for each in history.evaluations] == [*versions]
+    assert history.before == (accuracy(0) if 0 in versions else None), "or the run had no actors at first"
+    assert (history.wall_s, history.last_step) == (80.0, 2)
 
 
-def test_the_observer_counts_on_from_what_earlier_commands_reported(tmp_path):
-    made = plan(tmp_path / "run")
-    made.folder.root.mkdir()
-    observer = Observer(made, clock=lambda: 7.0, started_s=7.0 - 100.0)
+def test_the_observer_counts_on_from_what_earlier_commands_reported(folder):
     rows = [row(1), row(2, restarts=1, **{"lag/token_max": 4}), row(3, restarts=1)]
     rows[0]["mismatch/lag0_abs"] = 1e-6
-    write_lines(made.folder.metrics, rows)
-    observer.take_up(3, 3, num_redone=5)
-    summary = observer.summary(Accuracy.of_event({}), None, status())
+    write_lines(folder.metrics, rows)
+    earlier = History(folder.read_identity(), 5, [accuracy(0)], 93.0, 3)
+    made = replace(plan(folder.root.with_name("other")), folder=folder)
+    observer = Observer(made, clock=lambda: 7.0, started_s=0.0, earlier=earlier)
+    observer.phase("starting")
+    assert read_status(folder.status).evaluations == [accuracy(0)], "also if this command ends while it starts"
+    observer.take_up(3, 3, num_redone=2)
+    summary = observer.summary(Accuracy(versions="0", greedy=None, sampled=None, num_problems=0), None, status())
     assert (summary["num_steps"], summary["version"], summary["wall_s"]) == (3, 3, 100.0)
     assert (summary["lag_max"], summary["learner_restarts"], summary["mismatch_lag0_abs"]) == (4, 2, 1e-6)
     assert (summary["trained_tokens"], summary["steps_redone"]) == (30, 5)

@@ -205,7 +205,7 @@ def earlier(made) -> History:
     """Of a run that has taken no step."""
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))
     before = Accuracy(greedy=0.5, sampled=0.5, num_failed=0, num_problems=8, versions="0.0")
-    return History(identity, 0, before, 0.0)
+    return History(identity, 0, [before], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_run_that_a_process_refuses_before_it_has_begun_leaves_no_folder_and_a
     history = None
     if not is_new:
         made.folder.create(made.config)
-        history = replace(earlier(made), before=None)
+        history = replace(earlier(made), evaluations=[])
     assert train(made, history) == status
     supervisor.stop.assert_called_once_with()
     leaves_nothing = status is ExitStatus.WRONG_INPUT
