@@ -6,7 +6,6 @@ Exit status: 0 done; 1 the store cannot be read, or part of it is damaged; 2 wro
 from __future__ import annotations
 
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -297,23 +296,14 @@ def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decod
     yield f"  logprobs {_summary(row['logprobs'])}; reference {_summary(row['reference_logprobs'])}"
     prompt, completion = decode(row["token_ids"][:num_prompt]), decode(row["token_ids"][num_prompt:])
     if prompt is not None:
-        yield from _indented(f"  {prompt}")
-        yield from _indented(f"  -> {completion}")
+        yield from _indented(f"  {prompt!r}")
+        yield from _indented(f"  -> {completion!r}")
 
 
-def _all_columns(row: dict[str, Any], most: int | None = None) -> Iterator[str]:
-    """One paragraph per column, with at most `most` characters of each value; None: of texts `MAX_TEXT`."""
+def _all_columns(row: dict[str, Any], most: int = MAX_TEXT) -> Iterator[str]:
+    """Yield a paragraph per column, with at most `most` characters of each value."""
     for name in SCHEMA.names:
-        value = row[name]
-        if name.endswith("_s"):
-            moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(value)) if 0 <= value < 2**40 else "no time"
-            text = f"{value:.3f} ({moment})"
-        elif name.endswith("logprobs") and value is not None:
-            text = " ".join(f"{each:.4f}" for each in value)
-        else:
-            text = str(value)
-        of_numbers = name in ("token_ids", "logprobs", "reference_logprobs", "spans")
-        yield from _indented(f"  {name}: {printable(text, most or (len(text) if of_numbers else MAX_TEXT))}")
+        yield from _indented(f"  {name}: {printable(str(row[name]), most)}")
 
 
 def _summary(values: Sequence[float] | None) -> str:

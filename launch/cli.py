@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
@@ -364,7 +364,6 @@ def report(run: RunPath, out: OutFile = None) -> int:
     It has learning, health, waits and the effect of lag. The run may be running, ended or broken; the page names what
     is missing.
     """
-    from launch.host import private_files
     from launch.report.data import collect
     from launch.report.page import write
     from launch.run_folder import open_run
@@ -375,10 +374,7 @@ def report(run: RunPath, out: OutFile = None) -> int:
         raise ConfigError(f"{out} is a folder; give --out the name of a file")
     with private_files():
         found = collect(folder)
-        try:
-            size = write(found, out)
-        except OSError as error:
-            return refuse(f"{out} cannot be written: {error.strerror}; give another --out FILE")
+        size = write(found, out)
     for sentence in found.missing:
         print(f"{found.name}: {sentence}")
     print(f"{out} ({size / 2**20:.1f} MiB)")
@@ -401,20 +397,13 @@ def doctor(
     Checks versions, GPUs, disk, memory, ports, Ray, W&B and processes of dead runs, and prints what to do. Takes up to
     half a minute and changes nothing. Exit status 1: there is a problem.
     """
-    from dataclasses import asdict
-
     from launch.doctor import run_checks, show
     from launch.text import progress_line
 
     with progress_line() as progress:
         progress("checking this machine; loading vLLM alone takes ten seconds", None)
         findings = run_checks(config, context.args)
-    num_problems = sum(finding.state == "problem" for finding in findings)
-    if as_json:
-        print(json.dumps({"problems": num_problems, "findings": [asdict(each) for each in findings]}, indent=2))
-    else:
-        show(findings)
-    return ExitStatus.FAILED if num_problems else ExitStatus.OK
+    return ExitStatus.FAILED if show(findings, as_json=as_json) else ExitStatus.OK
 
 
 @app.command(cls=ConfigVerb)

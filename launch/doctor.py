@@ -148,7 +148,13 @@ def _fork(check: Check, subject: Subject) -> tuple[int, int]:
         os._exit(status)
 
 
-def show(findings: Sequence[Finding]) -> None:
+def show(findings: Sequence[Finding], *, as_json: bool = False) -> int:
+    """Print the findings; return the number of problems."""
+    counts = Counter(finding.state for finding in findings)
+    if as_json:
+        document = {"problems": counts["problem"], "findings": [asdict(each) for each in findings]}
+        print(json.dumps(document, indent=2))
+        return counts["problem"]
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -159,8 +165,8 @@ def show(findings: Sequence[Finding]) -> None:
         what = Text.assemble(each.found, (f"\n-> {each.remedy}" if each.remedy else "", "bold"))
         table.add_row(Text(each.name, no_wrap=True), Text(each.state, _STYLE[each.state], no_wrap=True), what)
     Console(highlight=False, markup=False).print(table)
-    counts = Counter(finding.state for finding in findings)
     print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")
+    return counts["problem"]
 
 
 def check_versions(_: Subject) -> Iterator[Finding]:

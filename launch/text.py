@@ -61,12 +61,7 @@ class TextOf:
         self._run = buffer_folder.resolve().parent
 
     def __call__(self, token_ids: Sequence[int]) -> str | None:
-        """The text, quoted, with what does not print escaped; None where the run has no tokenizer."""
-        text = self.text(token_ids)
-        return None if text is None else repr(text)
-
-    def text(self, token_ids: Sequence[int]) -> str | None:
-        """The text as it is; None where the run has no tokenizer."""
+        """Return the text; None if the run has no tokenizer."""
         if self._tokenizer is None:
             return None
         decoded: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

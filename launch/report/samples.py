@@ -152,8 +152,8 @@ def _shown(inspection: Inspection, key: SampleKey, kind: str, decode: TextOf) ->
             state=state,
             lag=_lag_of(group) if is_trained else None,
             step=group.row.trained_at[-1].step if is_trained else None,
-            prompt=_text(decode.text(tokens[:prompt_length])),
-            completion=_text(decode.text(tokens[prompt_length:])),
+            prompt=_text(decode(tokens[:prompt_length])),
+            completion=_text(decode(tokens[prompt_length:])),
             versions=list(dict.fromkeys(versions)),
         )
 
