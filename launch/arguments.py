@@ -83,6 +83,8 @@ class ConfigVerb(TyperCommand):
             formatter.write_paragraph()
             formatter.write_text("Every key of the config can be overridden; `leeway train --help` lists them.")
             return
+        formatter.write_paragraph()
+        formatter.write_text("Keys of CONFIG, which can all be overridden. Those that most users set come first.")
         for section, rows in _keys():
             with formatter.section(f"Keys of [{section}]"):
                 formatter.write_dl(rows)
@@ -90,7 +92,7 @@ class ConfigVerb(TyperCommand):
 
 def _keys() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield each section of a config with its keys as options, and what they mean."""
-    from launch.config import Config
+    from launch.config import Config, said_of
     from launch.mistakes import models_of
 
     for section, info in Config.model_fields.items():
@@ -103,7 +105,8 @@ def _keys() -> Iterator[tuple[str, list[tuple[str, str]]]]:
                 types.setdefault(name, []).append(_values(model.model_fields["type"].annotation) if models[1:] else "")
         option = f"--{section}.NAME." if get_origin(info.annotation) is dict else f"--{section}."
         rows = []
-        for name, same in fields.items():
+        is_basic = {name: any(said_of(field, "basic") for field in same) for name, same in fields.items()}
+        for name, same in sorted(fields.items(), key=lambda item: (item[0] != "type", not is_basic[item[0]])):
             values = "|".join(dict.fromkeys(_values(field.annotation) for field in same))
             of = "" if len(same) == len(models) else f", of type {', '.join(types[name])}"
             rows.append((option + name, f"<{values}>{of}. {same[0].description or ''} [{_default(same[0])}]"))

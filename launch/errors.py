@@ -1,4 +1,4 @@
-"""How a command ends: what is wrong with its input, the signals that end it, and its exit status."""
+"""Exit statuses, config errors and the handling of signals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 def as_config_error(
     where: str = "", kind: type[Exception] | tuple[type[Exception], ...] = ValueError
 ) -> Iterator[None]:
-    """What the packages say of a wrong value, or of what cannot be read, is a `ConfigError`, with its place before."""
+    """Raise errors of this kind as `ConfigError`, with their place before the text."""
     try:
         yield
     except kind as error:
@@ -42,8 +42,8 @@ class ExitStatus(IntEnum):
 
 
 def refuse(why: object, status: ExitStatus = ExitStatus.FAILED) -> ExitStatus:
-    """Say on the standard error why something cannot be done."""
-    print("leeway:", *str(why).splitlines(), file=sys.stderr)  # what a library says may have several lines
+    """Print why something cannot be done to the standard error, in one line, and return the status."""
+    print("leeway:", *str(why).splitlines(), file=sys.stderr)
     return status
 
 
@@ -140,19 +140,21 @@ class Interrupts:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Hear nothing yet. `clock` is monotonic seconds."""
+        """Install no handler yet. `clock` is monotonic seconds."""
         self._clock = clock
         self.count = 0
         self.training = False
-        """Who asked for an orderly end is heard; see `go_on`."""
+        """Requests for an orderly end are followed; see `go_on`."""
         self.ending = False
         self._first_s = 0.0
         """When the first came, by the clock."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        heard = {number: signal.getsignal(number) for number in END_SIGNALS}
-        self._previous = {each: handler for each, handler in heard.items() if _is_to_be_heard(each, handler)}
+        handlers: dict[int, Any] = {number: signal.getsignal(number) for number in END_SIGNALS}
+        if handlers[signal.SIGHUP] is signal.SIG_IGN:  # as nohup sets it; SIGINT, which a shell ignores too, counts
+            del handlers[signal.SIGHUP]
+        self._previous = handlers
         for number in self._previous:
             signal.signal(number, self._on_signal)
         return self
@@ -183,8 +185,3 @@ class Interrupts:
         self.count += 1
         if not self.ending and (self.count > 1 or not self.training):
             raise Stopped
-
-
-def _is_to_be_heard(number: int, handler: object) -> bool:
-    """A shell's background job ignores SIGINT too, but whoever sends one to it by hand means it."""
-    return number != signal.SIGHUP or handler is not signal.SIG_IGN

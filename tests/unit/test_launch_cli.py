@@ -50,6 +50,8 @@ def test_the_help_of_train_has_every_key_with_its_values_and_its_default(capsys)
     assert "--algorithm.corrections <list>." in text
     assert "[default: ['token_tis']]" in text
     assert "[default: true]" in text
+    assert text.index("--task.type ") < text.index("--task.template ")
+    assert text.index("--learner.gpus ") < text.index("--learner.num_chunks "), "basic keys come first"
     assert "--task.path <str>, of type file. JSONL or Parquet file; one row per prompt. [required]" in text
 
 
