@@ -49,7 +49,6 @@ NewestRun = Annotated[
         autocompletion=run_names,
     ),
 ]
-OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write here instead of into RUN.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Make all checks and start nothing.")]
 

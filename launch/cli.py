@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +26,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from launch.arguments import ConfigPath, ConfigVerb, DryRun, Json, NewestRun, OutFile, RunPath, integer
+from launch.arguments import ConfigPath, ConfigVerb, DryRun, Json, NewestRun, RunPath, integer
 
 if TYPE_CHECKING:
     from typer._click import Command, Context
@@ -212,7 +212,6 @@ def scale(
     is gone or does not answer, 2 if the run refuses the count.
     """
     from launch.control import Declined, NoAnswer, ask
-    from launch.host import private_files
     from launch.observe.status import why_nobody_works
     from launch.run_folder import open_run
 
@@ -220,8 +219,7 @@ def scale(
     if why := why_nobody_works(folder):
         return refuse(why)
     try:
-        with private_files():
-            print(ask(folder.control, {"verb": "scale", "pool": pool, "count": count}, SCALE_TIMEOUT_S))
+        print(ask(folder.control, {"verb": "scale", "pool": pool, "count": count}, SCALE_TIMEOUT_S))
     except Declined as error:
         return refuse(error, ExitStatus.WRONG_INPUT)
     except NoAnswer as error:
@@ -358,7 +356,10 @@ def top(
 
 
 @app.command()
-def report(run: RunPath, out: OutFile = None) -> int:
+def report(
+    run: RunPath,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of into RUN.")] = None,
+) -> int:
     """Write one HTML page that shows a run.
 
     It has learning, health, waits and the effect of lag. The run may be running, ended or broken; the page names what
@@ -372,9 +373,11 @@ def report(run: RunPath, out: OutFile = None) -> int:
     out = out or folder.report
     if out.is_dir():
         raise ConfigError(f"{out} is a folder; give --out the name of a file")
-    with private_files():
-        found = collect(folder)
+    found = collect(folder)
+    try:
         size = write(found, out)
+    except OSError as error:
+        return refuse(f"{out} cannot be written: {error.strerror}; give another --out FILE")
     for sentence in found.missing:
         print(f"{found.name}: {sentence}")
     print(f"{out} ({size / 2**20:.1f} MiB)")
