@@ -97,15 +97,11 @@ class ActorsConfig(BaseModel):
         return self.max_prompt_tokens + self.max_new_tokens
 
     def room(self, num_to_generate: int, num_open: int, num_ahead: float = 0.0, slots: int | None = None) -> int:
-        """How many groups an actor leases so that no slot stays empty: rounded down, up to K - 1 would for ever.
+        """Return how many groups an actor leases so that no slot stays empty, rounded up.
 
-        What is being scored or pushed needs no slot, but is bounded too: a reward may be slower than the engine.
-
-        Args:
-            num_to_generate: samples of its leases that the engine has not completed.
-            num_open: those, and the ones that are being scored or pushed.
-            num_ahead: samples that end before what is leased for them is there.
-            slots: that the engine's cache has room for; unset: all.
+        Of its leases `num_to_generate` samples are not completed by the engine, and `num_open` are those or being
+        scored or pushed, which needs no slot but is bounded too. `num_ahead` end before what is leased for them is
+        there. `slots`: what the engine's cache has room for.
         """
         slots = self.max_running_samples if slots is None else slots
         ahead = min(slots, round(num_ahead))

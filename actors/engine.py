@@ -163,15 +163,11 @@ class Engine:
         prefix: Prefix | None = None,
         key: RequestKey | None = None,
     ) -> Generation:
-        """Complete one tokenized prompt. Cancelling the task aborts the request.
+        """Complete one tokenized prompt, from the first tokens of a `prefix` on. Cancelling the task aborts the
+        request.
 
-        Args:
-            prompt_token_ids: the prompt.
-            temperature: unset: the configured one; 0 is greedy.
-            max_new_tokens: unset: the configured one.
-            seed: unset: the engine's generator.
-            prefix: first tokens of a completion that `ended` says to be incomplete; the result holds them too.
-            key: by which `interrupt` and `so_far` find the request.
+        A temperature of 0 is greedy, without a seed the engine's generator draws, and `interrupt` and `so_far` find the
+        request by its key.
 
         Raises:
             RequestRefused: too long, or otherwise refused by vLLM.

@@ -180,10 +180,8 @@ class ActorLoop:
     async def run(self) -> None:
         """Make samples until the buffer is drained or `stop` is called.
 
-        Raises:
-            EngineDead: the engine is gone.
-            ActorError: a policy version did not come, or a newer process took the name.
-            BufferError: the buffer did not answer in time, or refused.
+        EngineDead if the engine is gone, BufferError if the buffer is, ActorError if a policy version did not come or a
+        newer process took the name.
         """
         assert self._parts is not None, "start() comes first"
         held, every_s = self._held.values(), self._config.keep_every_s

@@ -147,12 +147,8 @@ class SampleMaker:
     ) -> Completed:
         """Generate one sample of a lease, once there is a slot for it: all of it, or what follows its first tokens.
 
-        One that begins here is interrupted at `hand_on_at` tokens, if that says any.
-
-        Raises:
-            SampleFailed: it could not be generated.
-            EngineDead: the engine is gone.
-            PolicyTimeout: a policy version never came.
+        One that begins here is interrupted at `hand_on_at` tokens, if that says any. SampleFailed if it could not be
+        generated, EngineDead if the engine is gone, PolicyTimeout if a policy version never came.
         """
         if prefix is not None and (why := self._engine.ended(prefix)) is not None:
             whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, why)
@@ -286,13 +282,11 @@ class SampleMaker:
             raise SampleFailed(f"{GENERATION_FAILED}: {why}") from error
 
     async def evaluate(self, request: EvalRequest, heldout: Sequence[Problem]) -> EvalResult:
-        """Answer one shard of the held-out problems while the weights are held.
+        """Answer one shard of the held-out problems while the weights are held, with the same seeds at every
+        evaluation.
 
-        The seeds of the sampled answers are the same at every evaluation of a run.
-
-        Raises:
-            ValueError: the request names more problems than there are, or a shard that does not exist.
-            PolicyTimeout: `min_version` did not arrive in time.
+        ValueError if the task has fewer problems or no such shard, PolicyTimeout if `min_version` did not arrive in
+        time.
         """
         if not 1 <= request.num_problems <= len(heldout):
             raise ValueError(

@@ -219,11 +219,8 @@ _MAX_TRIES = 5
 def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], object]) -> ExportedModel:
     """Write a checkpoint of a run as a Hugging Face folder, by default the newest that is whole.
 
-    `say` gets a line for each damaged one that is passed over.
-
-    Raises:
-        ConfigError: one sentence, with what to try.
-        OSError: a folder cannot be read or written.
+    `say` gets a line for each damaged one that is passed over. ConfigError says what to try; OSError if a folder cannot
+    be read or written.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give another folder, or remove it")

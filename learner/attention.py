@@ -143,22 +143,12 @@ def packed_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention function in the form that Transformers' decoder layers call.
+    """Attention function in the form that Transformers' decoder layers call: query [1, H, T, D] -> [1, T, H, D], None.
 
-    Args:
-        module: not read.
-        query: [1, H, T, D].
-        key: [1, H_kv, T, D], H a multiple of H_kv.
-        value: like `key`, in the dtype of the products; rotations in float32 may have widened the others.
-        attention_mask: not read.
-        layout: of this micro-batch.
-        scaling: of the scores; None: 1 / sqrt(D).
-        dropout: must be 0, or ValueError: both passes of a step have to compute the same function.
-        sliding_window: tokens that a token sees, itself included; None: all before it.
-        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
-
-    Returns:
-        The output [1, T, H, D], and None for the weights.
+    Keys and values are [1, H_kv, T, D], H a multiple of H_kv; values are in the dtype of the products, to which rotated
+    queries and keys are narrowed. `scaling`: of the scores, None: 1 / sqrt(D). `sliding_window`: tokens that a token
+    sees, itself included. `softcap`: scores s become softcap * tanh(s / softcap). ValueError of a dropout: both passes
+    of a step have to compute the same function.
     """
     if dropout:
         raise ValueError(f"attention dropout {dropout} would make the two passes of a step differ; set it to 0")

@@ -132,11 +132,7 @@ class StepBatch:
     def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, step: int) -> LossInputs:
         """Return what the loss reads, with the present log-probabilities and values as leaves to differentiate.
 
-        Args:
-            leaves: of the weights as they are.
-            old: of the weights at the start of the draw: the proximal policy's, and the old values.
-            reference_T: log-probabilities of the reference model.
-            step: optimizer steps taken so far.
+        `old` are those of the weights at the start of the draw, `step` the optimizer steps taken so far.
         """
         device, dtype = leaves.logprobs_T.device, leaves.logprobs_T.dtype
 

@@ -113,11 +113,8 @@ class Checkpoints:
         return released
 
     def wait(self) -> None:
-        """Wait until nothing is under way.
-
-        Raises:
-            CheckpointFailed: what was under way is not written, or not in `timeout_s`.
-            StageLost: another rank died.
+        """Wait until nothing is under way; CheckpointFailed if that is not written in time, StageLost if another rank
+        died.
         """
         if self._under_way is None:
             return
@@ -200,11 +197,8 @@ class Checkpoints:
     def restore(self, networks: Networks) -> TrainingProgress | None:
         """Read the newest checkpoint that is whole and return where training stood, or None without one.
 
-        Damaged ones after it are set aside under another name.
-
-        Raises:
-            CheckpointMismatch: the newest whole one belongs to another model. Nothing was changed.
-            CheckpointFailed: there are checkpoints, and none is whole.
+        Damaged ones after it are set aside under another name. CheckpointMismatch, with nothing changed, if it belongs
+        to another model; CheckpointFailed if there are checkpoints, and none is whole.
         """
         self._state.prepare(networks)
         damaged: list[int] = []

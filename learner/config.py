@@ -133,12 +133,9 @@ class LearnerConfig(BaseModel):
         return self.num_minibatches * self.num_epochs
 
     def check(self, critic: CriticKind | None) -> None:
-        """Refuse keys that are at odds or say nothing, as far as no model is needed to see it.
+        """Refuse keys that are at odds or say nothing, as far as no model is needed: ValueError names them.
 
         `critic` is what the algorithm trains beside the policy.
-
-        Raises:
-            ValueError: names the keys at odds.
         """
         if self.residual == "bfloat16" and self.precision != "bfloat16":
             raise ValueError(

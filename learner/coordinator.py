@@ -161,11 +161,8 @@ class Coordinator:
         """Return the batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
 
         `while_waiting` is called, and a heartbeat sent, about every second. Meanwhile what waits for later steps is
-        scored, unless `score` is None, one round at a time: the batch may be noticed that much later.
-
-        Raises:
-            NoBatch: none came within `batch_timeout_s`.
-            TimeoutError: nor did an answer, as of a service whose disk is full.
+        scored, unless `score` is None, one round at a time: the batch may be noticed that much later. NoBatch if none
+        came within `batch_timeout_s`, TimeoutError if no answer did, as of a service whose disk is full.
         """
         self.settle()
         config = self._config

@@ -117,15 +117,10 @@ def memory_need(
     references: Sequence[PreTrainedConfig] = (),
     num_models: int = 1,
 ) -> MemoryNeed:
-    """Return the need of the stage that takes most.
+    """Return the need of the stage that takes most, with these frozen models.
 
-    Args:
-        model: of the checkpoint.
-        config: the `[learner]` section.
-        update_tokens: most tokens of the samples of one update, over all replicas.
-        scored_tokens: the same of a pass over the whole draw, before its updates; 0 if the loss reads none.
-        references: the frozen models that score the samples.
-        num_models: 2 if a critic is a model of its own.
+    `update_tokens`: most tokens of the samples of one update, over all replicas; `scored_tokens`: the same of a pass
+    over the whole draw, 0 if the loss reads none; `num_models`: 2 if a critic is a model of its own.
     """
     needs = [
         _need_of(stage, model, config, (update_tokens, scored_tokens), references, num_models)

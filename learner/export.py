@@ -44,11 +44,7 @@ def export_checkpoint(
     """Write the policy in a checkpoint as a folder for `from_pretrained`; it appears whole or not at all.
 
     `model_path` is the model that training started from: its config and tokenizer are copied. `out` does not exist yet.
-
-    Raises:
-        DamagedCheckpoint: a file of the checkpoint is not what was written.
-        ValueError: the checkpoint is of another model.
-        OSError: a folder cannot be read or written.
+    DamagedCheckpoint if a file of the checkpoint is not what was written, ValueError if it is of another model.
     """
     meta = CheckpointMeta.read(checkpoint)
     meta.check(checkpoint, sorted(meta.files))

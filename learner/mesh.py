@@ -137,11 +137,7 @@ def join_group(
     """Join the process group at tcp://HOST:PORT, an address of the machine of rank 0; all ranks do so at the same time.
 
     Tensors on `device` are exchanged by NCCL, all others by gloo. `timeout` bounds every collective, `meets_within` the
-    rendezvous: one process starts later than another.
-
-    Raises:
-        dist.DistStoreError: not all came in time.
-        OSError: rank 0 cannot listen there.
+    rendezvous. DistStoreError if not all came in time, OSError if rank 0 cannot listen there.
     """
     place = urlsplit(rendezvous)
     assert place.hostname is not None, rendezvous

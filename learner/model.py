@@ -311,10 +311,8 @@ def load_stage(
     """Build chunk `index` (from 0) of the `total` of a pipeline, and read its own tensors alone from a checkpoint.
 
     The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk` and `frozen`: as `split_layers`.
-
-    Raises:
-        ValueError: the model is of an unknown family, cannot be split so, or its files are damaged or not its own.
-        FileNotFoundError: the folder has no safetensors checkpoint.
+    ValueError if the model is of an unknown family, cannot be split so, or its files are damaged or not its own;
+    FileNotFoundError without a safetensors checkpoint.
     """
     whole = _empty_model(model_path, dtype)
     split = split_layers(

@@ -96,16 +96,11 @@ class Stage:
     def run(self) -> None:
         """Train until `num_steps` steps are finished or a stop is requested; ends with a checkpoint and weights.
 
-        A stage that raises has lost its place in the pipeline: end its process. For an error of the coordinator the
-        other stages raise CoordinatorFailed, or StageLost if a step was under way.
-
-        Raises:
-            NoBatch: the coordinator got no batch within `batch_timeout_s`.
-            PublishFailed: weights could not be written for `publish_timeout_s`.
-            StaleTokens: the batch holds a token past the staleness bound.
-            StageLost: another stage died or hung; GpuFailed: the GPU of this one failed.
-            BadSample: a drawn sample has a reward or a log-probability that no loss can use. All stages raise it.
-            TrainingDiverged: three steps in a row had no finite loss or gradient. All stages raise it.
+        A stage that raises has lost its place in the pipeline: end its process. NoBatch, PublishFailed and StaleTokens
+        are the coordinator's; the other stages raise CoordinatorFailed then, or StageLost if a step was under way.
+        StageLost: another stage died or hung; GpuFailed: the GPU of this one did. All stages raise BadSample, of a
+        drawn sample that no loss can use, and TrainingDiverged after three steps in a row without a finite loss or
+        gradient.
         """
         self._guard(self._run, "train")
 

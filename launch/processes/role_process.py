@@ -242,19 +242,12 @@ class RoleProcess:
 def results(
     calls: Sequence[tuple[RoleProcess, Any]], what: str, deadline: float, check: Check = lambda: None
 ) -> list[Any]:
-    """Wait for calls that several processes are in together; the first failure is the one reported.
+    """Wait for calls that several processes are in together, and return their results.
 
-    The others often fail because of it, and later.
-
-    Args:
-        calls: pending Ray calls, each with its process.
-        what: what the processes are to do, as in 'to be ready'.
-        deadline: on the monotonic clock; launch.startup_timeout_s is behind it.
-        check: called now and then; raises if waiting is in vain.
-
-    Raises:
-        WrongInput: a call failed because of the task or the model.
-        RunFailed: a call failed, or did not end in time.
+    The first failure is reported: the others often fail because of it. `what` the processes are to do is for the error,
+    as 'to be ready'; the deadline, on the monotonic clock, is that of launch.startup_timeout_s; `check` is called now
+    and then. WrongInput if a call failed because of the task or the model, RunFailed if it failed otherwise, or did not
+    end in time.
     """
     started = time.monotonic()
     waiting = {call: process for process, call in calls}
