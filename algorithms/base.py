@@ -135,11 +135,12 @@ STD_FLOOR = 1e-6
 def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline) -> Tensor:
     """Advantage of each sequence from the rewards of its group: B -> B. A group of one has advantage 0.
 
-    rloo (arXiv 2402.14740): r_j minus the mean of the other K-1. grpo (arXiv 2402.03300): r_j minus the mean of all K,
-    divided by their standard deviation (of K-1). dr_grpo (arXiv 2503.20783): r_j minus the mean of all K. maxrl (arXiv
-    2602.02710): r_j minus the mean of all K, divided by that mean; 0 if the mean is 0. With rewards of 0 and 1
-        its gradient is on average that of sum over k < K of pass@k / k, the first terms of the log-likelihood of
-            success.
+    rloo: r_j minus the mean of the other K-1 (arXiv 2402.14740).
+    grpo: r_j minus the mean of all K, divided by their standard deviation, of K-1 (arXiv 2402.03300).
+    dr_grpo: r_j minus the mean of all K (arXiv 2503.20783).
+    maxrl: r_j minus the mean of all K, divided by that mean; 0 if the mean is 0 (arXiv 2602.02710). With rewards of 0
+        and 1 its gradient is on average that of sum over k < K of pass@k / k, the first terms of the log-likelihood of
+        success.
     """
     centred_B = rewards_B - inputs.mean_per_group(rewards_B)
     size_B = inputs.group_size_B
