@@ -8,10 +8,10 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 176,
-    "lines": 46_012,
-    "lines without planning": 40_579,
+    "lines": 45_941,
+    "lines without planning": 40_508,
     "lines of buffer": 7_895,
-    "lines of launch": 12_124,
+    "lines of launch": 12_114,
     "lines of shell": 910,
     "lines of the report's page": 422,
     "lines of examples": 1_033,
