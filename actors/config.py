@@ -80,17 +80,7 @@ class ActorsConfig(BaseModel):
     reward_processes: PositiveInt = Knob(
         4, "Processes, and calls at once, that a reward function has at most in one actor."
     )
-    generate_timeout_s: PositiveFloat = Knob(300.0, "A sample that takes longer counts as failed.")
-    keep_every_s: float = Knob(
-        0.0,
-        "Seconds between two times that the buffer is told what running samples have, so that an "
-        "actor that is killed loses no more; 0: it hands them on when it ends, and loses them when it is killed.",
-        ge=0,
-    )
     eval_every: int = Knob(0, "Versions between evaluations; 0: before and after only.", basic=True, ge=0)
-    eval_problems: PositiveInt | None = Knob(
-        None, "Held-out problems of an evaluation during the run. Unset: 256, or all if fewer."
-    )
 
     @property
     def max_model_tokens(self) -> int:

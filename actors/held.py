@@ -24,6 +24,8 @@ from buffer.schema import Prefix, Trajectory
 
 _log = logging.getLogger(__name__)
 
+KEEP_EVERY_S = 300.0
+"""Seconds between two times that the buffer is told what running samples have; a killed actor loses no more."""
 GOODBYE_S = 5.0
 """Bound of letting go of all that is held."""
 
@@ -77,12 +79,10 @@ class HandingOn:
         self._asked = None
         return grant
 
-    async def keep(self, leases: Collection[HeldLease], every_s: float) -> None:
-        """Report the tokens of running samples to the buffer every so often, for the case of a kill; `leases` may
-        change.
-        """
+    async def keep(self, leases: Collection[HeldLease]) -> None:
+        """Report the tokens of running samples to the buffer now and then; `leases` may change."""
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(KEEP_EVERY_S)
             told = [
                 self._client.hand_on(held.lease, [row.sample_index for row in there], there, goes_on=True)
                 for held in leases

@@ -184,13 +184,13 @@ class ActorLoop:
         newer process took the name.
         """
         assert self._parts is not None, "start() comes first"
-        held, every_s = self._held.values(), self._config.keep_every_s
+        held = self._held.values()
         jobs: list[Coroutine[Any, Any, object]] = [
             self._lease_groups(),
             self._stopping.wait(),
             self._follower.run(),
             self._renew_leases(),
-            *([self._handing_on.keep(held, every_s)] if every_s else []),
+            self._handing_on.keep(held),
         ]
         tasks = [asyncio.create_task(job) for job in jobs]
         self._ended.clear()

@@ -30,6 +30,9 @@ from common.staleness import PolicyVersion
 
 _log = logging.getLogger(__name__)
 
+GENERATE_TIMEOUT_S = 3600.0
+"""A sample that takes longer counts as failed: 32,000 tokens at 9 a second take less. An answer of an evaluation may
+take twice that, for it may wait for samples."""
 SAMPLED_TEMPERATURE = 1.0
 MOST_COLUMN_BYTES = 64 * 2**10
 """Of a row as JSON, which each of its samples carries: unit tests may be megabytes."""
@@ -256,7 +259,7 @@ class SampleMaker:
         hand_on_at: Callable[[], int],
     ) -> Generation:
         seed = sample_seed(self._run_seed, lease.group_id, sample_index, lease.attempt)
-        deadline = asyncio.timeout(self._config.generate_timeout_s)
+        deadline = asyncio.timeout(GENERATE_TIMEOUT_S)
         try:
             async with deadline:
                 key, longest = (lease.lease_id, sample_index), self._config.max_new_tokens
@@ -291,7 +294,7 @@ class SampleMaker:
         if not 1 <= request.num_problems <= len(heldout):
             raise ValueError(
                 f"an evaluation of {request.num_problems} problems: the task holds {len(heldout)} out; "
-                "lower actors.eval_problems or raise task.num_heldout"
+                "raise task.num_heldout"
             )
         if not 0 <= request.shard < request.num_shards:
             raise ValueError(f"evaluation shard {request.shard} does not exist: there are {request.num_shards}")
@@ -309,7 +312,7 @@ class SampleMaker:
     async def _answer(self, problem: Problem, index: int, temperature: float) -> EvalCounts:
         try:
             # twice: at first samples have the engine's seats, for as long as each of them may take
-            async with self._evaluation_slots, asyncio.timeout(2 * self._config.generate_timeout_s):
+            async with self._evaluation_slots, asyncio.timeout(2 * GENERATE_TIMEOUT_S):
                 seed = sample_seed(self._run_seed, -1, index, 0) if temperature else None
                 completion = await self._engine.generate(problem.token_ids, temperature=temperature, seed=seed)
             scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))

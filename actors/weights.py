@@ -16,6 +16,7 @@ from actors.engine import Engine, UpdateRefused, UpdateTiming
 from actors.report import WeightUpdate
 from common.process import DaemonThreads, wall_time
 from common.staleness import PolicyVersion, StalenessContract
+from weight_sync.client import UPDATE_TIMEOUT_S
 from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed, WeightsError
 from weight_sync.puller import Puller
@@ -46,7 +47,7 @@ class ActorError(RuntimeError):
 
 
 class PolicyTimeout(ActorError):
-    """A policy version did not arrive, or was not applied, within `weight_sync.update_timeout_s`."""
+    """A policy version did not arrive, or was not applied, within `UPDATE_TIMEOUT_S`."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class WeightFollower:
 
         TransferFailed if it took longer than the bound, or a call that did has not ended yet.
         """
-        bound_s = self._config.update_timeout_s
+        bound_s = UPDATE_TIMEOUT_S
         if self._asked is not None and not self._asked.done():
             raise TransferFailed("an earlier look has not ended")
         asked = self._threads.submit(call, *args, **kwargs)
@@ -182,7 +183,7 @@ class WeightFollower:
                 return await asyncio.shield(asyncio.wrap_future(asked))
         except TimeoutError as error:
             raise TransferFailed(
-                f"not read and verified within weight_sync.update_timeout_s = {bound_s:g} s; look at the load of this "
+                f"not read and verified within {bound_s:g} s; look at the load of this "
                 "machine, its weights folder and the weight service"
             ) from error
 
@@ -196,7 +197,7 @@ class WeightFollower:
     async def _put(self, staged: StagedVersion) -> None:
         version = staged.version
         try:
-            await self._engine.prepare(staged, timeout_s=self._config.update_timeout_s)
+            await self._engine.prepare(staged, timeout_s=UPDATE_TIMEOUT_S)
             # waited for outside the bound: an evaluation may hold it, and bounds itself
             async with self._applying:
                 if version <= self._engine.version:
@@ -208,8 +209,8 @@ class WeightFollower:
                     self._open_again()
         except TimeoutError as error:
             raise PolicyTimeout(
-                f"{self._name}: policy {version} was not applied within weight_sync.update_timeout_s = "
-                f"{self._config.update_timeout_s:g} s (the engine serves {self.version}). "
+                f"{self._name}: policy {version} was not applied within "
+                f"{UPDATE_TIMEOUT_S:g} s (the engine serves {self.version}). "
                 "Look at the load of this machine and the speed of the weights folder, or raise the bound"
             ) from error
         except UpdateRefused as error:
@@ -223,7 +224,7 @@ class WeightFollower:
 
     async def _apply_whole(self, staged: StagedVersion) -> UpdateTiming:
         """Apply to the end even if the follower is cancelled: half an update leaves the engine paused."""
-        bound_s = self._config.update_timeout_s
+        bound_s = UPDATE_TIMEOUT_S
         applying = asyncio.create_task(self._engine.apply(staged, self._config.kv_cache, timeout_s=bound_s))
         try:
             async with asyncio.timeout(bound_s):
@@ -254,7 +255,7 @@ class WeightFollower:
     async def catch_up(self, at_least: PolicyVersion) -> None:
         """Wait until the engine serves `at_least` or newer, whether or not `run` is running.
 
-        PolicyTimeout if that version did not arrive within `update_timeout_s`; evaluations do not count.
+        PolicyTimeout if that version did not arrive within `UPDATE_TIMEOUT_S`; evaluations do not count.
         """
         since_s = self._clock()
         while self.version < at_least:
@@ -277,7 +278,7 @@ class WeightFollower:
             self._poll_now.set()
             changed = self._changed
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(1.0, self._config.update_timeout_s)):
+                async with asyncio.timeout(min(1.0, UPDATE_TIMEOUT_S)):
                     await changed.wait()
 
     @contextlib.asynccontextmanager
@@ -297,12 +298,12 @@ class WeightFollower:
 
     def _has_waited_enough(self, since_s: float) -> bool:
         """Return whether the bound is over since then, or since training requests may start again."""
-        return self._open and self._clock() > max(since_s, self._opened_at_s) + self._config.update_timeout_s
+        return self._open and self._clock() > max(since_s, self._opened_at_s) + UPDATE_TIMEOUT_S
 
     def _never_came(self, wanted: str) -> PolicyTimeout:
         refused = f"; refused last: {self.refused}" if self.refused else ""
         return PolicyTimeout(
-            f"{self._name} waited {self._config.update_timeout_s:g} s (weight_sync.update_timeout_s) for policy "
+            f"{self._name} waited {UPDATE_TIMEOUT_S:g} s for policy "
             f"{wanted} from the learner: the engine serves {self.version}, the newest heard of is {self._newest}"
             f"{refused}. Look at the learner's log, and whether this machine sees its weights folder or weight service"
         )

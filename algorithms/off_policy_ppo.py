@@ -7,7 +7,7 @@ Objective:
     mean_over: of all T completion tokens of the batch, before any mask ("tokens"); of each sequence's tokens, and then
     of sequences ("sequences", as the recipes of GRPO and GSPO have it); or the sum over all tokens divided by the
     number of sequences and by the number that mean_over is (Dr. GRPO's: no length is favoured).
-    With a critic: + value_coef / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old.
+    With a critic: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
 
 Estimator:
     A from the rewards of the group (rloo, grpo, dr_grpo, maxrl) or of the whole batch (batch: the mean of all others,
@@ -88,6 +88,11 @@ from common.user_input import Reference, UserFileError, blamed, load_object
 
 CLIP = 0.2
 
+VALUE_COEF = 0.5
+"""Weight of the value loss. Adam hides the scale of a critic of its own; a head's is weighed against the policy's."""
+VALUE_CLIP = 0.2
+"""A value moves by at most so much in a draw."""
+
 UserBaseline = Callable[[LossInputs, Tensor], Tensor]
 """Of a user's: the batch and its rewards (B), after penalties -> the advantage of each sequence (B)."""
 
@@ -110,9 +115,6 @@ class OffPolicyPPOConfig(GroupSection):
     )
     clip_low: float = Field(default=CLIP, gt=0, le=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(default=CLIP, description="pi / pi_prox is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        default=None, gt=1, description="Where A < 0 the objective is no less than this times A; 3 in its paper."
-    )
     corrections: Corrections = Field(
         default=(TokenTIS(),),
         description="By name, or as tables with their knobs: at most one of 'token_tis', 'sequence_tis'; 'icepop', "
@@ -141,12 +143,7 @@ class OffPolicyPPOConfig(GroupSection):
         default="head",
         description="baseline = 'critic': a value head on the policy, or a model of its own that starts as the policy.",
     )
-    gamma: float = Field(default=1.0, ge=0, le=1, description="baseline = 'critic': discount of GAE.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="baseline = 'critic': lambda of GAE.")
-    value_coef: PositiveFloat = Field(default=0.5, description="baseline = 'critic': weight of the value loss.")
-    value_clip: NonNegativeFloat = Field(
-        default=0.2, description="baseline = 'critic': a value moves by at most so much in a draw; 0: freely."
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -176,7 +173,6 @@ class OffPolicyPPOConfig(GroupSection):
 
     def _check_surrogate(self) -> None:
         moved = [key for key in ("clip_low", "clip_high") if getattr(self, key) != CLIP]
-        moved += ["dual_clip"] if self.dual_clip is not None else []
         surrogate = next((each for each in self.corrections if isinstance(each, AnySurrogate)), None)
         if surrogate is not None and moved:
             raise ValueError(
@@ -205,7 +201,7 @@ class OffPolicyPPOConfig(GroupSection):
 
     def _check_that_all_is_read(self) -> None:
         """Refuse keys that nothing reads."""
-        of_critic = dict.fromkeys(("critic", "gamma", "gae_lambda", "value_coef", "value_clip"), "baseline = 'critic'")
+        of_critic = dict.fromkeys(("critic", "gae_lambda"), "baseline = 'critic'")
         needed = {
             **({} if self.baseline == "critic" else of_critic),
             **({} if self.kl_beta else {"kl_in": "kl_beta above 0"}),
@@ -276,7 +272,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     weighing = _weighing(config, inputs)
     metrics: Measured = dict(weighing.metrics)
     advantage_T = _advantages(config, inputs, metrics)
-    default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
+    default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high)
     surrogate = surrogate_of(config.corrections, default)
     found = surrogate.objective(inputs, advantage_T)
     objective_T = found.objective_T
@@ -296,7 +292,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         loss = loss + config.entropy_coef * (share_T * weighing.weight_T * inputs.logprobs_T.square() / 2).sum()
         metrics["ppo/entropy"] = -(weighing.weight_T * inputs.logprobs_T.detach()).sum().double() / num_tokens
     if config.baseline == "critic":
-        loss = loss + config.value_coef * _value_loss(config, inputs, advantage_T, metrics)
+        loss = loss + VALUE_COEF * _value_loss(inputs, advantage_T, metrics)
     if config.is_weighed_whole:
         return LossOutput(loss, metrics, found.weight_T)
     return LossOutput(loss, metrics, None if config.proximal == "behaviour" else weighing.weight_T)
@@ -341,7 +337,7 @@ def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measure
     if config.baseline == "critic":
         assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no values"
         rewards_T = rewards_per_token(inputs, rewards_B, penalty_T)
-        return gae(inputs, rewards_T, inputs.old_values_T.detach(), config.gamma, config.gae_lambda)
+        return gae(inputs, rewards_T, inputs.old_values_T.detach(), config.gae_lambda)
     shaped_B = rewards_B - inputs.sum_per_sequence(penalty_T)
     return _sequence_advantages(config, inputs, shaped_B)[inputs.sequence_T]
 
@@ -374,12 +370,12 @@ def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) 
     return rewards_T + torch.where(last_T, rewards_B[inputs.sequence_T], 0.0)
 
 
-def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates: A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}): T -> T.
+def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, lam: float) -> Tensor:
+    """Generalised advantage estimates: A_t = sum_l lam^l * (r_{t+l} + V_{t+l+1} - V_{t+l}): T -> T.
 
-    The state after the last token has the value 0, also if the completion was cut off by length. Values, of the state
-    before each token, are constant in the gradient. `lam`, in [0, 1]: 1 is the return less the value, 0 the one-step
-    error.
+    Rewards are not discounted: that would favour short answers. The state after the last token has the value 0, also if
+    the completion was cut off by length. Values, of the state before each token, are constant in the gradient. `lam`,
+    in [0, 1]: 1 is the return less the value, 0 the one-step error.
     """
     if rewards_T.numel() == 0:
         return torch.zeros_like(rewards_T)
@@ -388,11 +384,11 @@ def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, gamma: float, l
     grid = torch.zeros(2, inputs.num_sequences, width, dtype=values_T.dtype, device=values_T.device)
     grid[:, inputs.sequence_T, position_T] = torch.stack([rewards_T, values_T])
     rewards_BL, values_BL = grid
-    error_BL = rewards_BL[:, :-1] + gamma * values_BL[:, 1:] - values_BL[:, :-1]
+    error_BL = rewards_BL[:, :-1] + values_BL[:, 1:] - values_BL[:, :-1]
     advantage_B = torch.zeros_like(error_BL[:, 0])
     columns = []
     for t in range(width - 2, -1, -1):
-        advantage_B = error_BL[:, t] + gamma * lam * advantage_B
+        advantage_B = error_BL[:, t] + lam * advantage_B
         columns.append(advantage_B)
     return torch.stack(columns[::-1], dim=1)[inputs.sequence_T, position_T]
 
@@ -415,7 +411,7 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     return (-log_ratio_T).exp() - 1 + log_ratio_T
 
 
-def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> Tensor:
+def _value_loss(inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> Tensor:
     """Return half the squared error of the values, clipped around the old ones; mean over tokens."""
     assert inputs.values_T is not None, "the config needs a critic, and the batch has no values"
     assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no old values"
@@ -423,11 +419,10 @@ def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Ten
     returns_T = advantage_T + old_T
     num_tokens = max(1, returns_T.numel())
     error_T = (inputs.values_T - returns_T).square()
-    if config.value_clip > 0:
-        clipped_T = inputs.values_T.clamp(old_T - config.value_clip, old_T + config.value_clip)
-        clipped_error_T = (clipped_T - returns_T).square()
-        metrics["ppo/value_clip_frac"] = share_of(clipped_error_T > error_T, num_tokens)
-        error_T = torch.maximum(error_T, clipped_error_T)
+    clipped_T = inputs.values_T.clamp(old_T - VALUE_CLIP, old_T + VALUE_CLIP)
+    clipped_error_T = (clipped_T - returns_T).square()
+    metrics["ppo/value_clip_frac"] = share_of(clipped_error_T > error_T, num_tokens)
+    error_T = torch.maximum(error_T, clipped_error_T)
     loss = error_T.sum() / num_tokens / 2
     metrics["ppo/value_loss"] = loss.detach()
     metrics["ppo/explained_variance"] = _explained_variance(returns_T, old_T)

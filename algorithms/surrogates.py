@@ -3,8 +3,7 @@
 The **clipped** ones measure an update by u = pi / pi_prox, and the importance weight rho = pi_prox / mu stands beside
 them as a factor:
 
-    clip             PPO's: min(u A, clip(u, 1 - e_low, 1 + e_high) A) for each token; the default surrogate. Dual clip:
-                     where A < 0 no less than c A
+    clip             PPO's: min(u A, clip(u, 1 - e_low, 1 + e_high) A) for each token; the default surrogate
     sequence_clip    the same with one ratio for a sequence, prod of u: the whole completion is one action
     gspo             the same with exp(mean log u)
     cispo            sg[clip(u, low, high)] A log pi: clipping bounds the weight and keeps the gradient
@@ -16,7 +15,7 @@ weight:
     dppo             sg[min(w, C)] A log pi, but for tokens whose probability has moved too far the way that A pushes it
 
 References:
-    PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; GSPO, arXiv 2507.18071; CISPO (MiniMax-M1), arXiv 2506.13585;
+    PPO, arXiv 1707.06347; GSPO, arXiv 2507.18071; CISPO (MiniMax-M1), arXiv 2506.13585;
     VESPO, arXiv 2602.10693; DPPO, arXiv 2602.04879.
 """
 
@@ -54,16 +53,10 @@ class TokenClip(Correction):
     type: Literal["clip"] = "clip"
     clip_low: float = Field(default=0.2, gt=0, le=1, description="u is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(default=0.2, description="u is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(default=None, gt=1, description="c of the dual clip; unset: none.")
 
     def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
         ratio_T = clamped_exp(inputs.logprobs_T - inputs.proximal_logprobs_T.detach())
-        found = _pessimistic(ratio_T, advantage_T, 1 - self.clip_low, 1 + self.clip_high)
-        if self.dual_clip is None:
-            return found
-        beyond_T = (ratio_T > self.dual_clip) & (advantage_T < 0)
-        held_T = torch.where(beyond_T, self.dual_clip * advantage_T, found.objective_T)
-        return Objective(held_T, found.low_T, found.high_T | beyond_T)
+        return _pessimistic(ratio_T, advantage_T, 1 - self.clip_low, 1 + self.clip_high)
 
 
 class SequenceClip(Correction):

@@ -128,7 +128,7 @@ def fleets(folder: Path, *, quick: bool) -> Figures:
         said = ("--actors.num_actors", str(count), "--actors.max_running_samples", str(SLOTS), *more)
         return run(folder, Fleet(name, setting, (*said, "--weight_sync.max_lag", "4"), end + after))
 
-    follows = measured("follows", first, "--launch.autoscale", "on", "--launch.autoscale_most", str(2 * best))
+    follows = measured("follows", first, "--launch.autoscale", "on")
     statics = {count: measured(f"static {count}", count).updates for count in (best - 1, best, best + 1)}
     rows, summary = follows.updates, follows.summary
     events = map(json.loads, (follows.folder / "events.jsonl").read_text().splitlines())

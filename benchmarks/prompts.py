@@ -44,7 +44,7 @@ from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FEW_PROCESSES, FinishedRun, KeptResults, train
 
 NUM_SUMS = 512
-NUM_HELD_OUT = 512
+NUM_HELD_OUT = 256
 STEPS, QUICK_STEPS = 120, 20
 EVAL_EVERY = 12
 GROUPS_PER_STEP = 32
@@ -55,7 +55,7 @@ ALIKE = (
     *("--model.path", str(SUMS.with_name("sums_model")), "--model.recipe", str(SUMS.with_name("sums_model.py"))),
     *("--algorithm.type", "off_policy_ppo", "--learner.lr_schedule", "constant"),
     *("--learner.groups_per_step", str(GROUPS_PER_STEP), *FEW_PROCESSES),
-    *("--actors.eval_every", str(EVAL_EVERY), "--actors.eval_problems", str(NUM_HELD_OUT)),
+    *("--actors.eval_every", str(EVAL_EVERY)),
 )
 """What all runs have beside the config."""
 TARGET = 0.75

@@ -104,7 +104,7 @@ def main() -> None:
 
 def short(folder: Path, quick: bool) -> Case:
     """The demo."""
-    evaluated = ("--actors.eval_every", "10", "--actors.eval_problems", "256")
+    evaluated = ("--actors.eval_every", "10")
     return Case(ROOT / "examples" / "demo.toml", evaluated, 20 if quick else 120, 5 if quick else 20)
 
 

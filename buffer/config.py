@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from common.user_input import Knob, Reference
 
@@ -25,15 +25,6 @@ class BufferConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    host: str | None = Knob(
-        None,
-        "Address that the service binds; unset: a Unix socket in the run's folder where Ray was started by "
-        "this command, or loopback where a port is given; else this machine's address in the Ray cluster.",
-        fixed="",
-    )
-    port: int = Knob(
-        0, "TCP port; 0 lets the system choose a free one, where one is needed.", fixed="", ge=0, le=MAX_PORT
-    )
     source: str | None = Knob(
         None, "Train on these recorded samples alone: a run's folder, a .jsonl or a .parquet file."
     )
@@ -48,7 +39,6 @@ class BufferConfig(BaseModel):
         0.5, "sampler = 'on_policy_share': share of a step's groups, on average, that are the newest.", ge=0, le=1
     )
     replay_sampler: RestSampler = Knob("uniform", "sampler = 'on_policy_share': what chooses the rest.")
-    reward_temperature: PositiveFloat = Knob(1.0, "'reward_softmax' draws a group with weight exp(mean reward / this).")
     max_uses: PositiveInt | Literal["unlimited"] = Knob(
         1, "How many steps may use a group; 1 is single use, more is replay.", basic=True
     )

@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 Random = np.random.Generator
 Ids = AbstractSet[int]
 
+REWARD_TEMPERATURE = 0.2
+"""Of `reward_softmax`: a group of reward 1 is drawn 150 times as often as one of reward 0."""
 EPSILON = 0.01
 """Of `prioritised`: weight of a group whose rewards are all equal, as if their spread were so large."""
 TAU = 8.0
@@ -55,9 +57,9 @@ def uniform(_group: Group, _oldest: int) -> float:
     return 0.0
 
 
-def reward_softmax(temperature: float) -> Weight:
-    """exp(mean reward / temperature); a group whose rewards are unknown counts as one of reward 0."""
-    return lambda group, _: (group.mean_reward or 0.0) / temperature
+def reward_softmax(group: Group, oldest: int) -> float:
+    """exp(mean reward / `REWARD_TEMPERATURE`); a group whose rewards are unknown counts as one of reward 0."""
+    return (group.mean_reward or 0.0) / REWARD_TEMPERATURE
 
 
 def prioritised(group: Group, oldest: int) -> float:
@@ -207,7 +209,7 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
     name = getattr(config, key)
     weights = {
         "uniform": uniform,
-        "reward_softmax": reward_softmax(config.reward_temperature),
+        "reward_softmax": reward_softmax,
         "prioritised": prioritised,
     }
     in_order: dict[str, Sampler] = {"fifo": Fifo(), "length_balanced": LengthBalanced()}

@@ -114,14 +114,15 @@ class BufferService:
         facts: RunFacts,
         folder: Path,
         *,
+        host: str | None = None,
         keys: ServiceKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the store; StoreError as `Store`, or if the configuration contradicts itself.
 
-        With keys only holders of the run's client key connect.
+        `host`: the address to bind; None: a Unix socket. With keys only holders of the run's client key connect.
         """
-        self._config = config
+        self._host = host
         self._clock = clock
         self._core = BufferCore(config, facts, clock)
         self._store = Store(folder, facts, durability=config.durability)
@@ -157,12 +158,12 @@ class BufferService:
         self._hearing = Hearing(clock)
 
     def bind(self) -> str:
-        """Bind, and return the address for clients. With port 0, the port of the last run in this folder is kept.
+        """Bind, and return the address for clients. The port of the last run in this folder is kept.
 
         StoreError if the address is in use or does not exist, or the port cannot be written down.
         """
         try:
-            return self._rpc.bind(self._config.host, self._config.port, self._folder / PORT, section="buffer")
+            return self._rpc.bind(self._host, self._folder / PORT)
         except CannotBind as error:
             raise StoreError(str(error)) from error
 
@@ -379,10 +380,12 @@ class BufferService:
             return p.Refused(str(error)), b""
 
 
-def in_own_process(config: BufferConfig, facts: RunFacts, folder: Path, *, keys: ServiceKeys | None) -> BufferService:
+def in_own_process(
+    config: BufferConfig, facts: RunFacts, folder: Path, *, host: str | None, keys: ServiceKeys | None
+) -> BufferService:
     """Make the service of a process that hosts nothing else."""
     keep_memory()
-    return BufferService(config, facts, folder, keys=keys)
+    return BufferService(config, facts, folder, host=host, keys=keys)
 
 
 class Credits:

@@ -21,6 +21,11 @@ from common.staleness import StalenessConfig, StalenessContract
 C = TypeVar("C", covariant=True)
 
 
+STARTUP_S = 1800.0
+"""Every role must be ready, and the model exported, within this time: a large model loads for 20 minutes, and an engine
+that starts cold on a GPU compiles and captures for some more. A role that dies meanwhile is noticed at once."""
+
+
 class RunFacts(BaseModel):
     """What a run is; written into a new store of its buffer, and checked when that is opened again."""
 

@@ -6,17 +6,15 @@ import os
 import re
 import uuid
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
 from buffer import samplers
-from buffer.config import BufferConfig
 from buffer.core import check_config
 from buffer.errors import StoreError
 from common.hf_folder import ModelFacts
-from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
-from common.run import RunContext, RunFacts
+from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys
+from common.run import STARTUP_S, RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError, as_config_error
@@ -28,7 +26,6 @@ from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, serving_dtypes
 from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, already_there, check_weights_folder, check_writable
 from learner.decoders import cost_shares, split_layers
-from weight_sync.config import WeightSyncConfig
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 """Resources that every host has by Ray's own doing."""
@@ -104,7 +101,7 @@ class Plan:
             teacher_of_prompt=self.task.teacher_of_prompt,
             temperature=config.actors.temperature,
             serving_dtypes=serving_dtypes(config),
-            startup_timeout_s=config.startup_timeout_s,
+            startup_timeout_s=STARTUP_S,
             keys=self.client_keys,
         )
 
@@ -175,18 +172,15 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
         config.buffer.check_capacity(config.actors.group_size, contract.capacity() + learner.groups_per_step)
-    _check_weight_sync(config, is_new=resumed is None)
-    _check_ports(config, is_new=resumed is None)
+    if config.weight_sync.folder is not None and resumed is None:  # else the run finds its own weights there
+        check_weights_folder(Path(config.weight_sync.folder))
+    _check_port(config)
     _check_ray(config)
     _check_tracking(config.tracking)
     model = None
     if config.model.path is not None and not _is_to_be_made(config):
         model = check_model(config, Path(config.model.path), "model.path")
     task = _check_task(config, Path(str(config.model.path)), model)
-    if config.actors.eval_every and (config.actors.eval_problems or 0) > task.num_heldout:
-        raise ConfigError(
-            f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"
-        )
     check_frozen(config, model)
     plan = Plan(
         config,
@@ -204,34 +198,15 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
 
 
 def _keys(config: Config) -> RunKeys | None:
-    """New keys for a run; None where its sockets are not locked.
+    """Make new keys for a run whose services listen on ports; None if they have Unix sockets.
 
     Raises:
-        ConfigError: the knob would leave a socket open to other machines, or a host is no address of this one.
+        ConfigError: launch.host is no address of this machine.
     """
-    wanted, is_cluster = config.launch.encryption, config.launch.ray_address is not None
-    sections: dict[str, BufferConfig | WeightSyncConfig] = {"buffer": config.buffer}
-    if config.weight_sync.transport != "folder":
-        sections["weight_sync"] = config.weight_sync
-    hosts = {f"{name}.host": section.host for name, section in sections.items()}
-    for key, host in hosts.items():
-        if host is not None and (why := cannot_bind(host, 0)):
-            raise ConfigError(f"{key} = '{host}' cannot be bound ({why}): set it to an address of this machine")
-    has_port = is_cluster or any(section.host is not None or section.port for section in sections.values())
-    reached = [key for key, host in hosts.items() if (is_cluster if host is None else not is_loopback(host))]
-    if wanted == "off" and reached:
-        key = reached[0]
-        what = f"{key} = '{hosts[key]}'"
-        if hosts[key] is None:
-            what = f"{key} is unset, which on a cluster is its machine's address there, and"
-        remedy = "use 'auto'" if is_cluster else f"use 'auto', or leave {key} unset"
-        raise ConfigError(
-            f"launch.encryption = 'off', but {what} can be reached from other machines, which could then push samples "
-            f"or weights into the run: {remedy}"
-        )
-    if wanted == "off" or (wanted == "auto" and not has_port):
-        return None
-    return RunKeys.make()
+    host, is_cluster = config.launch.host, config.launch.ray_address is not None
+    if host is not None and (why := cannot_bind(host, 0)):
+        raise ConfigError(f"launch.host = '{host}' cannot be bound ({why}): set it to an address of this machine")
+    return RunKeys.make() if host is not None or is_cluster else None
 
 
 def check_fetched(plan: Plan, path: Path) -> Plan:
@@ -251,7 +226,7 @@ def check_fetched(plan: Plan, path: Path) -> Plan:
 def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFacts:
     """Look at the data, the rewards and, where there is a model, at the prompts with its tokenizer."""
     here = config.launch.ray_address is None  # on a cluster actors may have what this machine has not
-    limit_s = config.startup_timeout_s if here and config.task.rewards else None
+    limit_s = STARTUP_S if here and config.task.rewards else None
     with as_config_error("[task] ", TaskError), quiet_transformers():
         return check_task(
             config.task,
@@ -302,7 +277,7 @@ def _layers(config: Config) -> list[str]:
 
     model = AutoConfig.from_pretrained(str(config.model.path), local_files_only=True)
     recomputed, num_chunks = learner.activation_checkpointing, learner.num_stages * learner.num_chunks
-    split = split_layers(model, num_chunks, layers_per_chunk=learner.layers_per_chunk, recomputed=recomputed)
+    split = split_layers(model, num_chunks, recomputed=recomputed)
     shares = cost_shares(model, split, recomputed=recomputed)
     stages = []
     for stage in range(learner.num_stages):
@@ -359,31 +334,13 @@ def _check_teachers(config: Config) -> None:
         )
 
 
-def _check_weight_sync(config: Config, *, is_new: bool) -> None:
-    """Where weights are to lie; a run that is gone on with finds its own in the folder."""
-    sync = config.weight_sync
-    if sync.folder is not None and is_new:
-        check_weights_folder(Path(sync.folder))
-    if sync.staging_dir is not None:
-        check_writable(Path(sync.staging_dir), "weight_sync.staging_dir")
-
-
-def _check_ports(config: Config, *, is_new: bool) -> None:
-    """Refuse a port that two sockets of the run share or, unless an earlier command may hold it, that is taken."""
-    buffer, sync, last = config.buffer, config.weight_sync, "tracking.prometheus_port"
-    named = {
-        "buffer.port": (buffer.host, buffer.port),
-        "weight_sync.port": (sync.host, 0 if sync.transport == "folder" else sync.port),
-        last: (None, config.tracking.prometheus_port or 0),
-    }
-    for (first, (_, port)), (second, (_, other)) in combinations(named.items(), 2):
-        if port and port == other:
-            raise ConfigError(f"{second} = {other} is also {first}: choose another port for one of them")
-    binds_services = is_new and config.launch.ray_address is None  # in a cluster they may be on other hosts
-    for key, (host, port) in named.items():
-        if port and (binds_services or key == last) and (why := cannot_bind(host or LOOPBACK, port)):
-            where = f"{host or LOOPBACK}:{port}"
-            raise ConfigError(f"{key} = {port}: {where} cannot be bound ({why}); choose another port, or 0")
+def _check_port(config: Config) -> None:
+    """Refuse a port for Prometheus that is taken."""
+    port = config.tracking.prometheus_port
+    if port is not None and (why := cannot_bind(LOOPBACK, port)):
+        raise ConfigError(
+            f"tracking.prometheus_port = {port}: {LOOPBACK}:{port} cannot be bound ({why}); choose another port"
+        )
 
 
 def _check_ray(config: Config) -> None:

@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -159,56 +158,19 @@ class LaunchConfig(_Section):
     colocate: bool = Knob(
         False, "One actor and a learner of one stage share a GPU: both have gpus = 1 and a gpu_memory_share."
     )
-    encryption: Literal["auto", "on", "off"] = Knob(
-        "auto",
-        "Lock the sockets of the buffer and the weight service with keys of this run (CURVE): 'auto' where "
-        "they listen on a port, and not where they have Unix sockets, which this user alone can open. 'off' is refused "
-        "where other machines reach the port.",
+    host: str | None = Knob(
+        None, "Address that the services bind; unset: Unix sockets on one machine, else this machine's in the cluster."
     )
     env: dict[str, str] = Knob(
         {}, "Environment variables of all roles, on every host, as NCCL_DEBUG or VLLM_USE_V2_MODEL_RUNNER."
-    )
-    startup_timeout_s: PositiveFloat | None = Knob(
-        None,
-        "Every role must be ready, and the model exported, within this time. Unset: 300, and 900 where "
-        "actors have GPUs, for which an engine compiles and captures its graphs first.",
-    )
-    shutdown_timeout_s: PositiveFloat = Knob(
-        60.0, "After Ctrl-C, how long the learner may take to finish its step; then the run fails."
-    )
-    max_restarts: NonNegativeInt = Knob(
-        3,
-        "How often in a row a service or an actor that died is started again, and the learner from its "
-        "newest checkpoint when a stage dies or hangs. An hour of work, or for the learner a new checkpoint, counts "
-        "anew.",
-    )
-    mismatch_limit: PositiveFloat | None = Knob(
-        None,
-        "Tripwire: mean absolute log-probability difference between engine and learner at lag 0. Unset: "
-        "0.001 where engines and learner compute in float32, else 0.2.",
     )
     autoscale: Literal["off", "advise", "on"] = Knob(
         "off",
         "Pools of actors that follow lengths and costs: an event says what number of actors would do, or "
         "('on') it is changed at once.",
     )
-    autoscale_most: PositiveInt | None = Knob(
-        None, "Actors that a pool may grow to by launch.autoscale; unset: as many as have a place."
-    )
-    on_failing: Action = Knob(
-        "stop",
-        "Where a reward function gives up 200 samples one after the other in one actor, all for the same "
-        "reason (five, after five of its limits, where it takes too long): say so, also take the actor out of the run, "
-        "or stop the run, which leeway resume goes on with.",
-    )
-    on_mismatch: Action = Knob("warn", "Above it: say so, also take the actor out of the run, or stop the run.")
-    on_stuck: Action = Knob(
-        "warn",
-        "Tripwire: what to do where a learner takes updates but publishes none, or an actor serves an old "
-        "version, for 300 s.",
-    )
-    on_behind: Action = Knob(
-        "warn", "Tripwire: what to do where an actor is more than max_actor_lag behind the newest version for 30 s."
+    on_mismatch: Action = Knob(
+        "warn", "If engine and learner differ at lag 0: warn, also take the actor out of the run, or stop the run."
     )
 
     @field_validator("env")
@@ -228,10 +190,6 @@ class TrackingConfig(_Section):
 
     wandb: Literal["offline", "online", "disabled"] = Knob(
         "offline", "Weights & Biases; offline writes into the run's folder.", basic=True
-    )
-    project: str = Knob("leeway", "Weights & Biases project.")
-    display: Literal["auto", "live", "plain", "off"] = Knob(
-        "auto", "Live view on a terminal, or a line every few seconds."
     )
     prometheus_port: int | None = Knob(
         None, "Serve all metrics to Prometheus at this port of loopback; unset: do not.", basic=True, ge=1, le=65535
@@ -257,18 +215,9 @@ class Config(_Section):
     launch: LaunchConfig = LaunchConfig()
     tracking: TrackingConfig = TrackingConfig()
 
-    @property
-    def startup_timeout_s(self) -> float:
-        """launch.startup_timeout_s, or what it is where it is unset."""
-        gpus = (pool.gpus for pool in self.pools.values() if pool.role == "actors" and pool.gpus is not None)
-        return self.launch.startup_timeout_s or (GPU_STARTUP_S if max(self.actors.gpus, *gpus, 0.0) else STARTUP_S)
 
-
-STARTUP_S = 300.0
-GPU_STARTUP_S = 900.0
-"""An engine that starts cold there imports, compiles and captures for minutes."""
 PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
-WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
+WRITTEN_KEYS = ("weight_sync.folder",)  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
 NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # or FILE.py:NAME
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path

@@ -130,11 +130,11 @@ def _check_colocated(config: Config) -> None:
     ones = {"actors.num_actors": actors.num_actors, "actors.gpus": actors.gpus, "learner.gpus": learner.gpus}
     ones |= {"learner.num_stages": learner.num_stages, "learner.num_replicas": learner.num_replicas}
     wrong = [f"{key} = {value:g}" for key, value in ones.items() if value != 1]
-    wrong += ["[pools]"] * bool(config.pools) + ["learner.device = 'cpu'"] * (learner.device == "cpu")
+    wrong += ["[pools]"] * bool(config.pools)
     if wrong:
         raise ConfigError(
             f"launch.colocate = true is for one actor and one stage on a GPU, and the config has {', '.join(wrong)}: "
-            f"set {', '.join(ones)} to 1, and leave out [pools] and learner.device"
+            f"set {', '.join(ones)} to 1, and leave out [pools]"
         )
     if (share := colocated_share(config)) > USABLE_SHARE + 1e-9:
         raise ConfigError(
@@ -154,16 +154,11 @@ def _check_stages(config: Config, pools: Sequence[WorkerPool]) -> None:
     """All of them have GPUs, or none has."""
     per_stage = {pool.name: pool.bundle.get("GPU", 0.0) for pool in pools}
     without = [name for name, gpus in per_stage.items() if not gpus]
-    device, said = config.learner.device, ", ".join(f"{name} {gpus:g}" for name, gpus in per_stage.items())
-    if device == "cuda" and without:
-        raise ConfigError(
-            f"learner.device = 'cuda', and stages of {', '.join(without)} reserve no GPU, so they would see none: set "
-            "learner.gpus, or gpus of the pool, or use learner.device = 'auto'"
-        )
-    if device == "auto" and without and len(without) < len(per_stage):
+    said = ", ".join(f"{name} {gpus:g}" for name, gpus in per_stage.items())
+    if without and len(without) < len(per_stage):
         raise ConfigError(
             f"GPUs of a stage, by pool: {said}: stages on GPUs and stages on CPUs do not train together; give each "
-            "pool of the learner GPUs, or none, or use learner.device = 'cpu'"
+            "pool of the learner GPUs, or none"
         )
 
 
@@ -305,4 +300,4 @@ def describe_gpus(config: Config) -> list[str]:
 
 def _gpus_of_stages(config: Config) -> float:
     """What a stage reserves, at least; 0 if it computes on the CPU."""
-    return 0.0 if config.learner.device == "cpu" else min(pool.bundle.get("GPU", 0.0) for pool in stage_pools(config))
+    return min(pool.bundle.get("GPU", 0.0) for pool in stage_pools(config))

@@ -17,22 +17,14 @@ TRUNCATING_KEYS = frozenset(
 )
 IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("buffer.on_policy_share buffer.replay_sampler", "buffer.sampler", lambda c: c.buffer.sampler == "on_policy_share"),
-    ("buffer.reward_temperature", "buffer.sampler", lambda c: _law(c.buffer) == "reward_softmax"),
     ("buffer.prompt_law buffer.dispatch", "buffer.source", lambda c: c.buffer.source is None),
-    ("actors.keep_every_s", "buffer.source", lambda c: c.buffer.source is None),
-    ("actors.eval_problems", "actors.eval_every", lambda c: c.actors.eval_every),
     ("actors.gpu_memory_share", "actors.gpus", lambda c: c.actors.gpus or c.pools),
     ("learner.gpu_memory_share", "learner.gpus", lambda c: c.learner.gpus or c.pools),
-    ("learner.collective_timeout_s", "learner.num_stages", lambda c: c.learner.num_stages * c.learner.num_replicas > 1),
     ("learner.lr_schedule", "learner.warmup_steps", lambda c: c.learner.warmup_steps < c.learner.num_steps),
     ("learner.reference_offload", "algorithm.type", lambda c: c.algorithm.needs.reference),
     ("learner.score_while_waiting", "algorithm.type", lambda c: c.algorithm.needs.reference),
     ("model.reference_path", "algorithm.type", lambda c: c.algorithm.needs.reference),
-    ("weight_sync.host weight_sync.port", "weight_sync.transport", lambda c: c.weight_sync.transport != "folder"),
-    ("weight_sync.staging_dir", "weight_sync.transport", lambda c: c.weight_sync.transport != "folder"),
     ("weight_sync.on_stale", "weight_sync.max_lag", lambda c: c.weight_sync.max_lag != "unbounded"),
-    ("launch.autoscale_most", "launch.autoscale", lambda c: c.launch.autoscale != "off"),
-    ("tracking.project", "tracking.wandb", lambda c: c.tracking.wandb != "disabled"),
     ("task.heldout_share", "task.heldout_path", lambda c: c.task.heldout_path is None),
     ("task.answer_tag", "task.rewards", lambda c: not c.task.rewards),
 )
@@ -52,10 +44,6 @@ def idle_keys(config: BaseModel) -> Iterator[str]:
     for key, value in _set_keys(config, STEPS):
         if value > steps * (updates if key.startswith(("algorithm", "actors")) else 1):
             yield f"{key} = {value} is more than the run has, with learner.num_steps = {steps}: lower it"
-
-
-def _law(buffer: Any) -> str:  # noqa: ANN401 -- `launch.config`, which has the type, imports this module
-    return str(buffer.replay_sampler if buffer.sampler == "on_policy_share" else buffer.sampler)
 
 
 def _set_keys(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:

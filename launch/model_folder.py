@@ -118,7 +118,7 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
         )
     is_served = key not in config.model.frozen
     model = replace(model, unread_keys=_check_loads(path, key, is_served=is_served))
-    _check_layers(config, path, model.num_layers, is_trained=is_served)
+    _check_layers(config, path, model.num_layers)
     if config.actors.max_model_tokens > model.max_position:
         raise ConfigError(
             f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
@@ -159,7 +159,7 @@ def quiet_transformers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _check_layers(config: Config, path: Path, num_layers: int, *, is_trained: bool) -> None:
+def _check_layers(config: Config, path: Path, num_layers: int) -> None:
     learner = config.learner
     if learner.num_stages * learner.num_chunks > num_layers:
         chunks = f" * learner.num_chunks = {learner.num_stages * learner.num_chunks}" if learner.num_chunks > 1 else ""
@@ -168,9 +168,6 @@ def _check_layers(config: Config, path: Path, num_layers: int, *, is_trained: bo
             f"learner.num_stages{value}, but {path} has only {num_layers} layers; a {'chunk' if chunks else 'stage'} "
             f"needs at least one"
         )
-    layers = learner.layers_per_chunk
-    if is_trained and layers is not None and sum(layers) != num_layers:
-        raise ConfigError(f"learner.layers_per_chunk adds up to {sum(layers)} layers, and {path} has {num_layers}")
 
 
 def model_notes(config: Config, model: ModelFacts | None, task: TaskFacts) -> Iterator[str]:
@@ -240,9 +237,7 @@ def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], 
                 say(f"{damage}; the checkpoint before it is used")
         if step is not None or _candidates(folder, None) == wanted:
             raise ConfigError(f"{damage}; {_others(folder, step)}")
-    raise ConfigError(
-        f"the checkpoints of {folder.root} are replaced faster than they can be read; raise learner.keep_checkpoints"
-    )
+    raise ConfigError(f"the checkpoints of {folder.root} are replaced faster than they can be read; try again")
 
 
 def _candidates(folder: RunFolder, step: int | None) -> list[int]:

@@ -17,6 +17,8 @@ from launch.config import Config
 from launch.host import low_limits
 from launch.pools import actor_pools, serving_dtypes, stage_pools
 from launch.text import GIB, gib
+from learner.checkpoint_meta import KEPT_CHECKPOINTS
+from weight_sync.store import KEPT_VERSIONS
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
@@ -95,8 +97,8 @@ class MachineNeeds:
         stages += _frozen_bytes(config, num_served)
         disk = {
             "buffer": _buffer_bytes(config),
-            "checkpoints": (learner.keep_checkpoints + 1) * CHECKPOINT_BYTES * num_trained * num_parameters,
-            "weights": (config.weight_sync.keep_versions + 1) * sum(served) + 4 * num_parameters,
+            "checkpoints": (KEPT_CHECKPOINTS + 1) * CHECKPOINT_BYTES * num_trained * num_parameters,
+            "weights": (KEPT_VERSIONS + 1) * sum(served) + 4 * num_parameters,
         }
         memory = {
             f"{sum(pool.count for pool, _ in engines)} engines": on_cpu + ENGINE_BYTES * sum(num for _, num in engines),
@@ -136,9 +138,8 @@ def _num_served(sizes: Mapping[str, int]) -> int:
 
 
 def _trains_on_cpu(config: Config) -> bool:
-    learner = config.learner
     pools = [pool.gpus for pool in config.pools.values() if pool.role == "learner" and pool.gpus is not None]
-    return learner.device == "cpu" or (learner.device == "auto" and not max([learner.gpus, *pools]))
+    return not max([config.learner.gpus, *pools])
 
 
 def _frozen_bytes(config: Config, num_served: int) -> int:

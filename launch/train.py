@@ -54,6 +54,10 @@ from learner.checkpoint_meta import TrainingProgress, newest_progress
 AUTOSCALE = "planning.autoscale:Autoscale"  # loaded if launch.autoscale is not "off"
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
+SHUTDOWN_TIMEOUT_S = 600.0
+"""After Ctrl-C the learner may take so long to finish its step, of long samples too; a second one stops at once."""
+EVAL_PROBLEMS = 256
+"""Held-out problems of an evaluation during the run: the standard error is 3 % at most."""
 EVALUATION_POLL_S = 0.1
 REPORT_S = 60.0
 """A page that takes longer is given up."""
@@ -189,7 +193,7 @@ def _follow(
     plan, context, exporter, tracker = ready
     folder = plan.folder
     configure_logging(folder.log("launch", 0))
-    display = stack.enter_context(Display(plan.config, folder))
+    display = stack.enter_context(Display(folder))
     at_end = stack.enter_context(ExitStack())
     at_end.callback(report_at_end, folder, tracker.event, display.last_line)
     trace = stack.enter_context(Trace(folder.timeline))
@@ -334,7 +338,6 @@ class _Run:
     def _train(self) -> bool:
         """Watch until the learner is done; returns whether that was because of an interrupt."""
         asked_at: float | None = None
-        limit_s = self._config.launch.shutdown_timeout_s
         self.interrupts.training = True
         while not self.supervisor.learner.are_finished:
             time.sleep(POLL_S)
@@ -343,10 +346,10 @@ class _Run:
                 asked_at = time.monotonic()
                 self.sinks.event("interrupt", "finishing the step and writing a checkpoint; once more stops now")
                 self.supervisor.request_stop()
-            if asked_at is not None and time.monotonic() - asked_at > limit_s:
+            if asked_at is not None and time.monotonic() - asked_at > SHUTDOWN_TIMEOUT_S:
                 raise RunFailed(
-                    f"the learner did not finish its step within launch.shutdown_timeout_s = {limit_s:g} s of the "
-                    f"interrupt; the newest checkpoint is in {self.plan.folder.checkpoints}"
+                    f"the learner did not finish its step within {SHUTDOWN_TIMEOUT_S:g} s of the interrupt; the newest "
+                    f"checkpoint is in {self.plan.folder.checkpoints}"
                 )
             self._control.answer({"scale": lambda asked: self.supervisor.actors.scale(asked["pool"], asked["count"])})
             if asked_at is None:  # else nobody waits for actors, which may have got the signal too and left
@@ -387,16 +390,16 @@ class _Run:
                     self.sinks.event("not_scaled", f"pool '{advice.pool}' stays as it is: {error}")
 
     def _act(self, trip: Trip) -> None:
-        """Tell what tripped, and do what the knob says.
+        """Tell what tripped, and do what is to be done.
 
         Raises:
-            RunFailed: it says that the run stops, or no actor is left.
+            RunFailed: the run is to stop, or no actor is left.
         """
         self.sinks.event(trip.kind, trip.text, who=trip.who, action=trip.action)
         if trip.action == "quarantine":
             self.supervisor.actors.quarantine(trip.who, trip.text)
         if trip.action == "stop":
-            raise RunFailed(f"{trip.text} (launch.on_{trip.kind} = 'stop')")
+            raise RunFailed(trip.text)
 
     def _evaluate_now_and_then(self) -> None:
         """Begin an evaluation every actors.eval_every versions, and take in the one that goes on."""
@@ -411,11 +414,11 @@ class _Run:
         is_due = every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step
         if is_due and self.supervisor.actors.ready():  # else the run goes on, and begins it once an actor is there
             self._evaluated_at = version - version % every
-            self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
+            self._evaluation = self._evaluate(min(EVAL_PROBLEMS, self.plan.task.num_heldout), None)
 
-    def _evaluate(self, num_problems: int | None, version: PolicyVersion | None) -> Evaluation:
+    def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
         self.sinks.trace.evaluating()
-        return self.supervisor.evaluate(num_problems or min(256, self.plan.task.num_heldout), version)
+        return self.supervisor.evaluate(num_problems, version)
 
     def _evaluated_alone(self, evaluation: Evaluation) -> Accuracy:
         """Wait for it while nothing else goes on, and tell what the actors wait for."""

@@ -124,8 +124,7 @@ class Checkpoints:
         except FutureTimeout:
             raise CheckpointFailed(
                 f"rank {self._place.rank}: the checkpoint {self._path(step)} is not written after "
-                f"learner.checkpoint_timeout_s = {self._timeout_s:g} s: the disk, or another rank, is too slow. "
-                "Raise checkpoint_timeout_s, or write to a faster disk"
+                f"{self._timeout_s:g} s: the disk, or another rank, is too slow. Write to a faster disk"
             ) from None
         self._under_way = None
         if isinstance(failed, Disagreement):

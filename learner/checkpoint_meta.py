@@ -15,6 +15,8 @@ import xxhash
 logger = logging.getLogger(__name__)
 
 META_NAME = "meta.json"
+KEPT_CHECKPOINTS = 2
+"""How many stay: the newest may turn out damaged. The buffer holds the draws since the oldest of them."""
 
 _COMPLETE = re.compile(r"step-(\d{8})")
 

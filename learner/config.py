@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from algorithms.base import CriticKind
 from algorithms.registry import AlgorithmConfig
@@ -38,11 +38,6 @@ class LearnerConfig(BaseModel):
     num_chunks: PositiveInt = Knob(
         1, "Model chunks per stage, for interleaved_1f1b and zero_bubble: smaller bubbles, more traffic."
     )
-    layers_per_chunk: tuple[PositiveInt, ...] | None = Knob(
-        None,
-        "Layers of each of the num_stages * num_chunks chunks, in order, of the model that is trained. "
-        "Unset, and of a frozen model with another number of layers: balanced by computed cost.",
-    )
     num_steps: PositiveInt = Knob(100, "Steps of the run; each trains one draw.", basic=True)
     groups_per_step: PositiveInt = Knob(32, "G, prompts (groups of K samples) per step.", basic=True, fixed=_STEP)
     num_minibatches: PositiveInt = Knob(
@@ -64,11 +59,6 @@ class LearnerConfig(BaseModel):
         basic=True,
         fixed="the stored reference log-probabilities are of it, and a float64 run keeps a checkpoint of it",
     )
-    residual: Literal["float32", "bfloat16"] = Knob(
-        "float32",
-        "Of the states between layers and stages, with precision = 'bfloat16' alone: bfloat16 moves and "
-        "keeps half of them, and rounds them as a 16-bit engine does.",
-    )
     activation_checkpointing: bool = Knob(
         False, "Keep only each layer's input and compute the rest again in the backward pass.", basic=True
     )
@@ -76,9 +66,7 @@ class LearnerConfig(BaseModel):
         "none", "Where the frozen reference model is kept while a step trains."
     )
     score_while_waiting: bool = Knob(
-        True,
-        "While the learner waits for a batch, have the reference score what has arrived for later steps. "
-        "How samples are packed for it depends on when they come, so scores differ by rounding from run to run.",
+        True, "Score what has arrived while waiting for a batch; scores then differ by rounding from run to run."
     )
     learning_rate: PositiveFloat = Knob(1e-5, "Peak learning rate.", basic=True)
     critic_learning_rate: PositiveFloat | None = Knob(
@@ -88,9 +76,6 @@ class LearnerConfig(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = Knob(
         "constant", "Decay of the learning rate after warm-up, over num_steps."
     )
-    adam_beta1: float = Knob(0.9, "AdamW first-moment decay.", ge=0, lt=1)
-    adam_beta2: float = Knob(0.95, "AdamW second-moment decay.", ge=0, lt=1)
-    weight_decay: NonNegativeFloat = Knob(0.0, "AdamW decoupled weight decay.")
     max_grad_norm: PositiveFloat = Knob(
         1.0, "Gradient norm over all stages is clipped to this; a critic's, model or value head, on its own."
     )
@@ -103,22 +88,11 @@ class LearnerConfig(BaseModel):
         le=1,
     )
     checkpoint_every: PositiveInt = Knob(50, "Steps between checkpoints.", basic=True)
-    keep_checkpoints: PositiveInt = Knob(
-        2, "How many checkpoints stay; the buffer holds the draws since the oldest of them."
-    )
-    checkpoint_timeout_s: PositiveFloat = Knob(600.0, "A checkpoint that takes longer to write ends the learner.")
-    device: Literal["auto", "cpu", "cuda"] = Knob("auto", "Where stages compute.", basic=True)
     cpus: float = Knob(0.5, "Ray CPUs reserved per stage, and threads that it computes with.", ge=0)
     gpus: float = Knob(0.0, "GPUs per stage: 0 or 1.", basic=True, ge=0)
     gpu_memory_share: float | None = Knob(
         None, "Share of a GPU's memory for a stage. Unset: all, or 0.5 with launch.colocate.", gt=0, le=1
     )
-    collective_timeout_s: PositiveFloat = Knob(
-        120.0,
-        "A stage that waits longer for another raises, naming it; then all are started again. Where they "
-        "load and export, launch.startup_timeout_s holds instead.",
-    )
-    batch_timeout_s: PositiveFloat = Knob(600.0, "A learner that gets no batch for so long raises, naming who owes it.")
 
     @property
     def memory_limit(self) -> float | None:
@@ -137,11 +111,6 @@ class LearnerConfig(BaseModel):
 
         `critic` is what the algorithm trains beside the policy.
         """
-        if self.residual == "bfloat16" and self.precision != "bfloat16":
-            raise ValueError(
-                f"learner.residual = 'bfloat16' says nothing with learner.precision = '{self.precision}': set "
-                "learner.precision = 'bfloat16' too, or leave learner.residual out"
-            )
         chunks = f"learner.num_chunks = {self.num_chunks}"
         if self.num_chunks > 1 and self.schedule in ("gpipe", "1f1b", "fused"):
             raise ValueError(
@@ -172,12 +141,6 @@ class LearnerConfig(BaseModel):
             raise ValueError(
                 f"learner.critic_learning_rate = {self.critic_learning_rate:g}, but the algorithm as it is configured "
                 "has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
-            )
-        layers, num_chunks = self.layers_per_chunk, self.num_stages * self.num_chunks
-        if layers is not None and len(layers) != num_chunks:
-            raise ValueError(
-                f"learner.layers_per_chunk has {len(layers)} numbers, and "
-                f"learner.num_stages * learner.num_chunks = {num_chunks}"
             )
 
 

@@ -36,6 +36,9 @@ from learner.report import MetricsFile
 R = TypeVar("R")
 
 HEARTBEAT_S = 1.0
+BATCH_TIMEOUT_S = 7200.0
+"""A learner that gets no batch for so long raises, naming what is missing. A sample may take half of it
+(`actors.sample.GENERATE_TIMEOUT_S`); actors that die are started again long before."""
 
 _SCORE_POLL_S = 0.05
 """Seconds that the learner waits for its batch, or for samples to score, before it asks for some."""
@@ -100,7 +103,7 @@ class Channel:
 
 
 class NoBatch(TimeoutError):
-    """No batch came for `batch_timeout_s`; the text names who owes it."""
+    """No batch came for `BATCH_TIMEOUT_S`; the text names who owes it."""
 
 
 class Coordinator:
@@ -162,11 +165,11 @@ class Coordinator:
 
         `while_waiting` is called, and a heartbeat sent, about every second. Meanwhile what waits for later steps is
         scored, unless `score` is None, one round at a time: the batch may be noticed that much later. NoBatch if none
-        came within `batch_timeout_s`, TimeoutError if no answer did, as of a service whose disk is full.
+        came within `BATCH_TIMEOUT_S`, TimeoutError if no answer did, as of a service whose disk is full.
         """
         self.settle()
         config = self._config
-        deadline_s = time.monotonic() + config.batch_timeout_s
+        deadline_s = time.monotonic() + BATCH_TIMEOUT_S
         self.waiting_for = f"the batch of step {step}"
         self.scored_ahead_s = 0.0
         while not stop.is_set():
@@ -182,7 +185,7 @@ class Coordinator:
             self.waiting_for = f"the batch of step {step}: {draw.waiting_for}"
             if time.monotonic() > deadline_s:
                 raise NoBatch(
-                    f"no batch for step {step} within learner.batch_timeout_s = {config.batch_timeout_s:g} s; "
+                    f"no batch for step {step} within {BATCH_TIMEOUT_S:g} s; "
                     f"waiting for {draw.waiting_for or 'the buffer service to say what is missing'}"
                 )
         return None

@@ -223,18 +223,13 @@ def split_layers(
     num_chunks: int,
     *,
     has_lm_head: bool = True,
-    layers_per_chunk: Sequence[int] | None = None,
-    frozen: bool = False,
     recomputed: bool = False,
 ) -> list[tuple[int, int]]:
-    """Return (first, end) of each chunk's layers: as `layers_per_chunk` says, or balanced by cost.
+    """Return (first, end) of each chunk's layers, balanced by cost.
 
-    `frozen`: a model beside the one of `layers_per_chunk`, which holds for it only if it has as many layers. With
-    `recomputed` every layer is computed again in the backward pass. ValueError if the family is unknown, there are more
-    chunks than layers, or `layers_per_chunk` does not fit.
+    With `recomputed` every layer is computed again in the backward pass. ValueError if the family is unknown, or there
+    are more chunks than layers.
     """
-    if layers_per_chunk is not None and (not frozen or sum(layers_per_chunk) == config.num_hidden_layers):
-        return _as_told(layers_per_chunk, num_chunks, config.num_hidden_layers)
     layer_costs = _layer_costs(config, recomputed=recomputed)
     return balance(layer_costs, _embedding(config), _head(config) if has_lm_head else 0.0, num_chunks)
 
@@ -292,17 +287,6 @@ def balance(
         best = longer
     cuts = best[num_layers][1]
     return list(itertools.pairwise(cuts))
-
-
-def _as_told(layers_per_chunk: Sequence[int], num_chunks: int, num_layers: int) -> list[tuple[int, int]]:
-    told = list(layers_per_chunk)
-    if len(told) != num_chunks or sum(told) != num_layers or min(told) < 1:
-        raise ValueError(
-            f"learner.layers_per_chunk = {told} gives {len(told)} chunks with {sum(told)} layers in all; learner."
-            f"num_stages * learner.num_chunks asks for {num_chunks} of at least one layer each, and the model has "
-            f"{num_layers} layers. Correct the list, or leave it out to have layers balanced by cost"
-        )
-    return list(itertools.pairwise(itertools.accumulate(told, initial=0)))
 
 
 class Widths(NamedTuple):

@@ -36,13 +36,12 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 FIRST_WITH_BFLOAT16 = (8, 0)
-KEPT_BYTES: Mapping[tuple[str, str], tuple[int, int, int, int]] = {
-    ("float32", "float32"): (24, 12, 8, 16),
-    ("bfloat16", "float32"): (20, 6, 4, 8),
-    ("bfloat16", "bfloat16"): (16, 6, 4, 8),
-    ("float64", "float32"): (48, 24, 16, 32),
+KEPT_BYTES: Mapping[str, tuple[int, int, int, int]] = {
+    "float32": (24, 12, 8, 16),
+    "bfloat16": (20, 6, 4, 8),
+    "float64": (48, 24, 16, 32),
 }
-"""Bytes that a layer keeps per token for its backward pass, by precision and residual, per unit of four widths:
+"""Bytes that a layer keeps per token for its backward pass, by precision, per unit of four widths:
 states, query heads, key heads, feed-forward block. Counted of Llama and Qwen2 layers."""
 RUNTIME_BYTES = GIB
 """A CUDA context, workspaces of libraries, NCCL's buffers and the allocator's rounding; an estimate."""
@@ -58,14 +57,13 @@ def device_of(config: LearnerConfig, rank: int) -> torch.device:
     """Return where a rank computes; ValueError without the GPU asked for, or if it cannot compute in
     `learner.precision`.
     """
-    wanted = config.device
-    if wanted == "cpu" or (wanted == "auto" and not config.gpus and not torch.cuda.is_available()):
+    if not config.gpus and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        key = "learner.device = 'cuda'" if wanted == "cuda" else f"this stage has reserved {config.gpus:g} GPUs"
         raise ValueError(
-            f"{key}, but torch {torch.__version__} (built for CUDA {torch.version.cuda or 'not at all'}) sees no GPU "
-            "on this host: see leeway doctor there; or use learner.device = 'cpu'"
+            f"this stage has reserved {config.gpus:g} GPUs, but torch {torch.__version__} (built for CUDA "
+            f"{torch.version.cuda or 'not at all'}) sees none on this host: see leeway doctor there; or use "
+            "learner.gpus = 0"
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
     if config.precision != "bfloat16":
@@ -149,11 +147,10 @@ def _need_of(
         trained += _num_weights(_shares(of_critic, model, config, has_lm_head=False), model, has_lm_head=False)
     item = 8 if config.precision == "float64" else 4
     is_narrow = config.precision == "bfloat16"
-    states_item = 2 if config.residual == "bfloat16" else item
     num_micro_batches, num_scored = (max(1, ceil(each / config.num_replicas / budget)) for each in tokens)
     in_flight = micro_batches_in_flight(config, stage, num_micro_batches)
     per_layer = budget * kept_bytes(model, config)
-    kept = states_item * budget * width * num_layers if checkpointing else per_layer * num_layers
+    kept = item * budget * width * num_layers if checkpointing else per_layer * num_layers
     computed: torch.dtype = getattr(torch, config.precision)
     head = LogitRule(1.0, kept_mib=most_kept_mib(config, "cuda"))
     chunk, most_kept = (of(model.vocab_size, computed, "cuda") for of in (head.chunk_tokens, head.kept_tokens))
@@ -168,7 +165,7 @@ def _need_of(
         "logits": (LOGIT_COPIES * chunk_bytes + HEAD_STATES * item * budget * width) * has_head,
         "CUDA": RUNTIME_BYTES,
     }
-    between = 2 * states_item * budget * width * (config.num_stages > 1)
+    between = 2 * item * budget * width * (config.num_stages > 1)
     training = {
         "between stages": between * num_micro_batches,
         "probabilities": probabilities,
@@ -178,7 +175,7 @@ def _need_of(
     # of the whole draw at once; it keeps nothing for a backward pass
     scoring = {"between stages": between * num_scored, "a layer at work": per_layer}
     frozen_item = 2 if is_narrow else item
-    frozen = [frozen_item * _num_weights(_shares(stage, each, config, frozen=True), each) for each in references]
+    frozen = [frozen_item * _num_weights(_shares(stage, each, config), each) for each in references]
     if config.reference_offload == "none":
         static["reference"] = sum(frozen)
     else:  # one is there while it scores, and no other
@@ -188,15 +185,13 @@ def _need_of(
 
 
 def _shares(
-    stage: int, model: PreTrainedConfig, config: LearnerConfig, *, has_lm_head: bool = True, frozen: bool = False
+    stage: int, model: PreTrainedConfig, config: LearnerConfig, *, has_lm_head: bool = True
 ) -> list[StageShare]:
     num_chunks = config.num_stages * config.num_chunks
     split = split_layers(
         model,
         num_chunks,
         has_lm_head=has_lm_head,
-        layers_per_chunk=config.layers_per_chunk,
-        frozen=frozen,
         recomputed=config.activation_checkpointing,
     )
     return [StageShare(chunk, num_chunks, *split[chunk]) for chunk in range(stage, num_chunks, config.num_stages)]
@@ -214,7 +209,7 @@ def _num_weights(shares: Sequence[StageShare], model: PreTrainedConfig, *, has_l
 def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
     """Return the bytes that one layer keeps per token for its backward pass."""
     found = widths(model)
-    of_states, of_queries, of_keys, of_block = KEPT_BYTES[config.precision, config.residual]
+    of_states, of_queries, of_keys, of_block = KEPT_BYTES[config.precision]
     return of_states * found.states + of_queries * found.queries + of_keys * found.keys + of_block * found.block
 
 

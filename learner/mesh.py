@@ -179,6 +179,10 @@ def _interface_to(host: str, port: int) -> str | None:
     return None
 
 
+COLLECTIVE_TIMEOUT_S = 600.0
+"""A rank that waits longer for another raises, and all are started again. A rank waits for the others' micro-batches,
+which may be long, and while it loads and exports for `common.run.STARTUP_S` instead."""
+
 R = TypeVar("R")
 
 _SAID_BYTES = 2048

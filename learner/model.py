@@ -110,7 +110,7 @@ class StageModule(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.masters: dict[str, nn.Parameter] = {}
         """What is trained, if the parameter of that name is but a rounding of it."""
-        self._residual: torch.dtype | None = None
+        self._is_rounded = False
         whole.config._attn_implementation = IMPLEMENTATION
         self._layer_types = layer_types(whole.config)
         self._rotation_kinds = rotation_kinds(whole.config)
@@ -148,14 +148,14 @@ class StageModule(nn.Module):
     @property
     def states_dtype(self) -> torch.dtype:
         """Of hidden states, within stages and between them."""
-        return self._residual or self.dtype
+        return torch.float32 if self._is_rounded else self.dtype
 
-    def compute_in_bfloat16(self, residual: torch.dtype = torch.float32, *, splits_backward: bool = False) -> None:
+    def compute_in_bfloat16(self, *, splits_backward: bool = False) -> None:
         """Round all weights but a value head's, keep what they are rounded from, and run products in bfloat16.
 
-        `residual`: of hidden states. `splits_backward`: gradients of inputs and of weights are asked for apart.
+        Hidden states stay float32. `splits_backward`: gradients of inputs and of weights are asked for apart.
         """
-        self._residual = residual
+        self._is_rounded = True
         self.masters = round_parameters(self, but=is_value_head)
         self.tie()
         narrow_norms(self.model.layers)
@@ -206,7 +206,7 @@ class StageModule(nn.Module):
         width = states.shape[1]
         states = states[:, : self._batch.num_tokens[m]]
         # a product of what is still wider would not fail but be slow, or refuse two dtypes: it is narrowed here
-        with torch.autocast(states.device.type, dtype=COMPUTED, enabled=self._residual is not None):
+        with torch.autocast(states.device.type, dtype=COMPUTED, enabled=self._is_rounded):
             hidden = self._run_layers(self._embed(states) if self.share.is_first else states, m)
             if self.share.is_last:
                 return self._output(hidden, m, width)
@@ -214,9 +214,9 @@ class StageModule(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedding = self.model.embed_tokens
-        if self._residual is None:
+        if not self._is_rounded:
             return embedding(tokens)
-        return embed(embedding, tokens, self._residual, adds_in_place=self.rule.adds_in_place)
+        return embed(embedding, tokens, self.states_dtype, adds_in_place=self.rule.adds_in_place)
 
     def _run_layers(self, hidden: Tensor, m: int) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]."""
@@ -304,13 +304,11 @@ def load_stage(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     heads: Heads = "token",
-    layers_per_chunk: Sequence[int] | None = None,
-    frozen: bool = False,
     activation_checkpointing: bool = False,
 ) -> StageModule:
     """Build chunk `index` (from 0) of the `total` of a pipeline, and read its own tensors alone from a checkpoint.
 
-    The weights are of `dtype`, whatever the checkpoint's is. `layers_per_chunk` and `frozen`: as `split_layers`.
+    The weights are of `dtype`, whatever the checkpoint's is.
     ValueError if the model is of an unknown family, cannot be split so, or its files are damaged or not its own;
     FileNotFoundError without a safetensors checkpoint.
     """
@@ -319,8 +317,6 @@ def load_stage(
         whole.config,
         total,
         has_lm_head=heads != "value",
-        layers_per_chunk=layers_per_chunk,
-        frozen=frozen,
         recomputed=activation_checkpointing,
     )
     _compute_buffers(whole)

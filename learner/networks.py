@@ -285,8 +285,6 @@ def load_chunks(
             device=device,
             dtype=widths[config.precision],
             heads=heads,
-            layers_per_chunk=config.layers_per_chunk,
-            frozen=frozen,
             activation_checkpointing=config.activation_checkpointing,
         )
         for chunk in range(config.num_chunks)
@@ -295,9 +293,8 @@ def load_chunks(
         chunk.requires_grad_(not frozen)
         chunk.rule = replace(chunk.rule, kept_mib=most_kept_mib(config, device.type))
         if config.precision == "bfloat16":
-            residual = COMPUTED if config.residual == "bfloat16" else torch.float32
             splits = config.schedule == "zero_bubble" and num_stages > 1
-            chunk.compute_in_bfloat16(residual, splits_backward=splits)
+            chunk.compute_in_bfloat16(splits_backward=splits)
     return chunks
 
 

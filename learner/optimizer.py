@@ -21,6 +21,8 @@ from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import EMBEDDING
 
+ADAM_BETAS = (0.9, 0.99)
+"""Decay of the moments: an average over 100 updates follows rewards that change as the policy does."""
 ADAM_EPS = 1e-8
 
 CLIP_EPS = 1e-6
@@ -81,7 +83,7 @@ class StageOptimizer:
         of_critic: bool = False,
         tied: bool = False,
     ) -> None:
-        """Create AdamW: matrices decay, vectors do not.
+        """Create AdamW without weight decay.
 
         Parameters go by the names of the whole model; a stage may hold none of a value head. `computed`: by the same
         names what modules compute with, a rounding or the parameter itself. `tied`: embedding and LM head are one
@@ -97,16 +99,14 @@ class StageOptimizer:
         self._shares_embedding = tied and mesh.ends is not None
         peak = (of_critic and config.critic_learning_rate) or config.learning_rate
         self._rate_factor = peak / config.learning_rate
-        matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
-        vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adam: torch.optim.AdamW | None = None
         if self.parameters:
             self.adam = torch.optim.AdamW(
-                [group for group in groups if group["params"]],
+                self.parameters.values(),
                 lr=config.learning_rate,
-                betas=(config.adam_beta1, config.adam_beta2),
+                betas=ADAM_BETAS,
                 eps=ADAM_EPS,
+                weight_decay=0.0,  # at learning rates of reinforcement learning it would move nothing
                 fused=True,
             )
 

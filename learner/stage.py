@@ -33,12 +33,13 @@ from common.staleness import PolicyVersion, StaleTokens
 from common.user_input import UserFileError
 from learner.batch import StepBatch
 from learner.checkpoint import CheckpointFailed, Checkpoints
-from learner.checkpoint_meta import TrainingProgress
+from learner.checkpoint_meta import KEPT_CHECKPOINTS, TrainingProgress
 from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
 from learner.device import device_of, settle
 from learner.export import write_shard
 from learner.mesh import (
+    COLLECTIVE_TIMEOUT_S,
     Agreement,
     GpuFailed,
     Mesh,
@@ -53,14 +54,17 @@ from learner.networks import load_networks
 from learner.reference import build_reference, packing_rule
 from learner.report import BadBatches, BadSample, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
-from weight_sync.client import open_sink
+from weight_sync.client import PUBLISH_TIMEOUT_S, open_sink
 from weight_sync.manifest import PublishFailed
 from weight_sync.publisher import Publisher
+from weight_sync.store import KEPT_VERSIONS
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_TIMEOUT_S = 1800.0
+"""A checkpoint that takes longer to write ends the learner: a terabyte at 600 MB/s takes less."""
 GIVES_UP_EARLIER_S = 5.0
-"""Margin to launch.startup_timeout_s of the coordinator's wait for the buffer: its error names the service."""
+"""Margin to the startup timeout of the coordinator's wait for the buffer: its error names the service."""
 
 
 class Stage:
@@ -137,9 +141,9 @@ class Stage:
             rank=place.rank,
             num_ranks=place.num_ranks,
             meets_within=timedelta(seconds=max(1.0, deadline - time.monotonic())),
-            timeout=timedelta(seconds=config.collective_timeout_s),
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))
+        mesh = Mesh.build(place, timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self._ranks = Agreement(place.rank, context.startup_timeout_s)
         critic = context.config.algorithm.needs.critic
         self._networks = load_networks(context.model_path, config, critic, context.temperature, mesh, device)
@@ -154,9 +158,9 @@ class Stage:
         self._packing = packing_rule(context)
         self._checkpoints = Checkpoints(
             context.folder / "checkpoints",
-            config.keep_checkpoints,
+            KEPT_CHECKPOINTS,
             mesh,
-            config.checkpoint_timeout_s,
+            CHECKPOINT_TIMEOUT_S,
             model_identity(context.model_path),
         )
         self._channel = Channel(place)
@@ -167,9 +171,9 @@ class Stage:
         self._publish(self._progress.version)
 
     def _open_publisher(self) -> Publisher:
-        context, knobs = self._context, self._context.config.weight_sync
+        context = self._context
         sink = open_sink(
-            knobs,
+            context.config.weight_sync,
             folder=context.weights_folder,
             address=context.weights_address,
             run_id=context.facts.run_id,
@@ -181,10 +185,10 @@ class Stage:
             self._place.stage,
             self._place.num_stages,
             context.serving_dtypes,
-            keep_versions=knobs.keep_versions,
-            timeout_s=knobs.publish_timeout_s,
+            keep_versions=KEPT_VERSIONS,
+            timeout_s=PUBLISH_TIMEOUT_S,
             # a little longer, so that a stage without space is the first to fail, and says why
-            parts_timeout_s=knobs.publish_timeout_s + 30.0,
+            parts_timeout_s=PUBLISH_TIMEOUT_S + 30.0,
         )
 
     def _resume(self) -> None:
@@ -368,7 +372,7 @@ class Stage:
         self._checkpoints.close()
         self._release_draws(heartbeats=False)
         if self._publisher is not None:
-            self._publisher.close(self._context.config.weight_sync.publish_timeout_s + 60.0)
+            self._publisher.close(PUBLISH_TIMEOUT_S + 60.0)
         if self._coordinator is not None:
             self._coordinator.metrics.write()
             self._coordinator.settle(heartbeats=False)
@@ -405,8 +409,8 @@ class Stage:
                 others = [rank for rank in range(place.num_ranks) if rank != place.rank]
                 raise StageLost(
                     f"{place.name} could not {what}: one of the ranks {others} died or did not answer "
-                    f"within learner.collective_timeout_s = {self._config.collective_timeout_s:g} s "
-                    f"(loading and exporting: launch.startup_timeout_s = {self._context.startup_timeout_s:g} s); "
+                    f"within {COLLECTIVE_TIMEOUT_S:g} s "
+                    f"(loading and exporting: {self._context.startup_timeout_s:g} s); "
                     f"look at the end of its log. Reported: {error}"
                 ) from error
             raise

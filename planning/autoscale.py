@@ -2,7 +2,7 @@
 
 off      nothing
 advise   an event says what would make the run faster, or as fast with less
-on       the number of actors is changed, as `leeway scale` does, within launch.autoscale_most and free hosts
+on       the number of actors is changed, as `leeway scale` does, within free hosts
 
 How many actors a run should have now goes by two times:
 
@@ -213,7 +213,6 @@ class Autoscale:
     def __init__(self, config: Config) -> None:
         """Of a run that has not taken a step."""
         self.mode = config.launch.autoscale
-        self._most = config.launch.autoscale_most
         self._following = Following()
         self._before: Row | None = None
         self._num_looks = 0
@@ -245,9 +244,7 @@ class Autoscale:
         if is_known and not (advice.pool and self.mode == "on"):
             return None
         if advice.kind == "full":
-            is_most = self._most is not None and all(state.wanted >= self._most for state in states)
-            why = f"launch.autoscale_most = {self._most}" if is_most else "no host or GPU has room for one more actor"
-            return replace(advice, text=f"{advice.text}: {why}")
+            return replace(advice, text=f"{advice.text}: no host or GPU has room for one more actor")
         return advice
 
     def _state(self, pool: PoolStatus, room: Room) -> PoolState | None:
@@ -258,7 +255,6 @@ class Autoscale:
             return None
         law = TokenTime(*fit.coefficients)
         most = MOST_ADVISED * pool.wanted if self.mode == "advise" else pool.wanted + room(pool.name)
-        most = most if self._most is None else min(most, self._most)
         return PoolState(pool.name, pool.working, pool.wanted, engines.slots // pool.working, law, most)
 
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from learner.config import LearnerConfig, default_most_held
 from learner.decoders import critic_share
-from learner.mesh import Mesh
+from learner.mesh import COLLECTIVE_TIMEOUT_S, Mesh
 from learner.model import DeviceBatch, StageModule
 from learner.pipeline import Coefficients, OutOfMemory, say_memory
 from planning.orders import NUM_NETWORKS, Work, find_order
@@ -118,7 +118,7 @@ def fused_passes(path: Path, config: LearnerConfig, mesh: Mesh, device: torch.de
     backward = 2.0 + config.activation_checkpointing
     work = Work(1.0, backward), Work(share, share * backward)
     most_held = default_most_held(config.num_stages)
-    return FusedPasses(mesh, work, most_held, timedelta(seconds=config.collective_timeout_s), device)
+    return FusedPasses(mesh, work, most_held, timedelta(seconds=COLLECTIVE_TIMEOUT_S), device)
 
 
 def _groups_of(firsts: Sequence[int], timeout: timedelta | None) -> _Groups:

@@ -400,7 +400,7 @@ def _say_of(say: Say, number: int, text: str) -> None:
 
 def _as_it_is() -> list[str]:
     """So slow a learning rate that lengths stay those of the model, no checkpoints, no W&B, and no end by itself."""
-    quiet = ["--tracking.wandb", "disabled", "--tracking.display", "plain"]
+    quiet = ["--tracking.wandb", "disabled"]
     endless = ["--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000", "--actors.eval_every", "0"]
     return [*quiet, *endless, "--learner.learning_rate", "1e-12"]
 

@@ -12,7 +12,7 @@ from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
 from launch.processes.placement import PlacedProcess, PlacementGroup, here, spawn
-from launch.processes.role_process import Notify, Restarts, Role, done, outcome
+from launch.processes.role_process import MAX_RESTARTS, Notify, Restarts, Role, done, outcome
 
 if TYPE_CHECKING:
     from actors.config import ActorSections
@@ -49,13 +49,13 @@ class RankerService:
     def start(self, context: RunContext[Config]) -> None:
         """Start it; returns at once."""
         self._context = context
-        log, restarts = self._plan.folder.log("ranker", 0), Restarts(self._plan.config.launch.max_restarts)
+        log, restarts = self._plan.folder.log("ranker", 0), Restarts(MAX_RESTARTS)
         process = PlacedProcess("ranker", 0, None, log, restarts, placement=PlacementGroup([], "the ranker"))
         self.processes.append(process)
         self._spawn(process)
 
     def watch(self) -> None:
-        """Start it again if it died, up to launch.max_restarts times in a row."""
+        """Start it again if it died, up to `MAX_RESTARTS` times in a row."""
         for process in self.processes:
             if process.lost or not done(process.running):
                 continue

@@ -149,13 +149,14 @@ class CountingService(WeightService):
 class Machine:
     """A weight service in a thread, and clients that do not see its folder. Closed with the test."""
 
-    def __init__(self, tmp_path: Path, **knobs: object) -> None:
+    def __init__(self, tmp_path: Path, *, host: str | None = None, **knobs: object) -> None:
+        self.host = host
         self.folder = tmp_path / "weights"
         self.staging_dir = tmp_path / "staging"
-        self.config = WeightSyncConfig.model_validate(
-            {"transport": "network", "staging_dir": str(self.staging_dir), **knobs}
-        )
+        self.staging_dir.mkdir()
+        self.config = WeightSyncConfig.model_validate({"transport": "network", **knobs})
         self._stack = contextlib.ExitStack()
+        self._stack.enter_context(mock.patch("weight_sync.host_folder._SHM", self.staging_dir))
         self._stack.enter_context(mock.patch("weight_sync.client.CHUNK_BYTES", 2**14))  # a transfer takes several
         # what waits for a core is not asked for again, and so counted once
         self._stack.enter_context(mock.patch.dict(WeightClient.__init__.__kwdefaults__, silence_s=20.0))
@@ -164,7 +165,7 @@ class Machine:
 
     def start(self, **options: object) -> None:
         """Start the service, at the address that it had."""
-        self.service = CountingService(self.config, RUN, self.folder, **options)
+        self.service = CountingService(RUN, self.folder, host=self.host, **options)
         self.address = self.service.bind()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.service.serve, args=(self._stop,), daemon=True)

@@ -21,6 +21,12 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
 """Of a message of weights: milliseconds on a slow network, and cheap to send again."""
+UPDATE_TIMEOUT_S = 600.0
+"""A version that an actor has not read, or an engine not applied, within this time is an error that names the actor; a
+model of 140 GB takes 6 minutes at 400 MB/s."""
+PUBLISH_TIMEOUT_S = 1800.0
+"""Weights that cannot be written for so long, as on a full disk, end the learner; until then it tries again, and trains
+on as far as the bound allows."""
 _TIMEOUT_S = 30.0
 """Long enough for a service to be started again."""
 _WINDOW = 4
@@ -260,7 +266,7 @@ def sees_folder(
         raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
     if config.transport in ("folder", "network") or not address:
         return config.transport != "network"
-    client = WeightClient(address, run_id, name, role=role, timeout_s=config.update_timeout_s, keys=keys)
+    client = WeightClient(address, run_id, name, role=role, timeout_s=UPDATE_TIMEOUT_S, keys=keys)
     try:
         served = client.store()
     finally:
@@ -280,4 +286,4 @@ def open_sink(
 ) -> WeightStore | WeightClient:
     if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, role="learner", keys=keys):
         return WeightStore(folder)
-    return WeightClient(address, run_id, name, role="learner", timeout_s=config.publish_timeout_s, keys=keys)
+    return WeightClient(address, run_id, name, role="learner", timeout_s=PUBLISH_TIMEOUT_S, keys=keys)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
-
 from common.staleness import StalenessConfig
 from common.user_input import Knob
 
@@ -23,26 +21,6 @@ class WeightSyncConfig(StalenessConfig):
         None,
         "Where versions lie, as in a tmpfs; unset: weights/ in the run's folder.",
         fixed="the versions that actors are told of lie there",
-    )
-    host: str | None = Knob(
-        None,
-        "Address that the weight service binds; unset: a Unix socket in `folder` where Ray was started by "
-        "this command, or loopback where a port is given; else this machine's address in the Ray cluster.",
-    )
-    port: int = Knob(0, "Port of the weight service; 0 takes a free one, where one is needed.", ge=0, le=65535)
-    staging_dir: str | None = Knob(
-        None,
-        "Where a machine keeps what its actors fetched over ZeroMQ, once for all of them; unset: a folder "
-        "in /dev/shm, or in the temporary folder.",
-    )
-    keep_versions: PositiveInt = Knob(3, "How many published versions stay in the store, beside those being read.")
-    update_timeout_s: PositiveFloat = Knob(
-        120.0, "An update that takes an engine longer is an error that names the actor."
-    )
-    publish_timeout_s: PositiveFloat = Knob(
-        600.0,
-        "Weights that cannot be written for so long, as on a full disk, end the learner; until then it "
-        "tries again, and trains on as far as the bound allows.",
     )
 
     def staleness(self) -> StalenessConfig:

@@ -53,8 +53,8 @@ class HostFolder:
                 time.sleep(_POLL_S)
         except OSError as error:
             raise TransferFailed(
-                f"{path} cannot be used to keep fetched weights ({error}). Set [weight_sync] staging_dir to a folder "
-                "of this machine that can be written"
+                f"{path} cannot be used to keep fetched weights ({error}). Set TMPDIR in [launch.env] to a "
+                "folder of this machine that can be written"
             ) from error
         self._users: BinaryIO = users
 
@@ -73,14 +73,12 @@ class HostFolder:
                 log.warning("%s stays: it cannot be removed (%s)", self.path, error)
 
 
-def folder_for(run_id: str, store_id: str, staging_dir: str | None, needed_bytes: int) -> Path:
+def folder_for(run_id: str, store_id: str, needed_bytes: int) -> Path:
     """Return where this machine keeps versions of a store, at most so many bytes at a time.
 
-    Without a `staging_dir` that is /dev/shm, or the temporary folder if that is too small.
+    That is /dev/shm, or the temporary folder if that is too small.
     """
     name = f"leeway-{os.geteuid()}-{re.sub('[^A-Za-z0-9.-]', '_', run_id)[:80]}-{store_id[:12]}"
-    if staging_dir is not None:
-        return Path(staging_dir) / name
     # by its size, not by what is free: all processes of the machine must come to the same answer
     if _SHM.is_dir() and os.access(_SHM, os.W_OK) and _size_of(_SHM) >= needed_bytes:
         return _SHM / name
@@ -98,8 +96,7 @@ def _join(path: Path) -> BinaryIO | None:
             return None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise TransferFailed(
-                f"{path} is not a folder that this user alone may write; weights are not taken from it. Remove it, or "
-                "set [weight_sync] staging_dir"
+                f"{path} is not a folder that this user alone may write; weights are not taken from it. Remove it"
             ) from None
     with contextlib.suppress(FileNotFoundError):
         return locked(path / _USERS_NAME, shared=True)

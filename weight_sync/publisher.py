@@ -444,6 +444,6 @@ def _what_is_missing(error: OSError | TransferFailed, place: str) -> tuple[str, 
     if error.errno in FULL:
         return (
             f"space in {place} ({error.strerror})",
-            "free some, lower weight_sync.keep_versions, or set weight_sync.folder to a larger disk",
+            "free some, or set weight_sync.folder to a larger disk",
         )
     return f"{place} to take files ({error.strerror})", "look at that disk and at who may write there"

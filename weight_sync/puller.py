@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
-from weight_sync.client import WeightClient, sees_folder
+from weight_sync.client import UPDATE_TIMEOUT_S, WeightClient, sees_folder
 from weight_sync.config import WeightSyncConfig
 from weight_sync.host_folder import folder_for
 from weight_sync.manifest import Manifest, TransferFailed, WeightsCorrupt
@@ -112,19 +112,17 @@ def open_puller(
     """Take versions in `dtype` from the store's folder where it is seen, else from the service; as `sees_folder`."""
     if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, role="actor", keys=keys):
         return Puller.of_folder(folder, dtype, who=name)
-    return Puller(_NetworkSource(config, address, run_id, name, keys), dtype)
+    return Puller(_NetworkSource(address, run_id, name, keys), dtype)
 
 
 class _NetworkSource:
     """The weight service, and the folder in which this machine keeps what came from it."""
 
-    def __init__(self, config: WeightSyncConfig, address: str, run_id: str, name: str, keys: ClientKeys | None) -> None:
+    def __init__(self, address: str, run_id: str, name: str, keys: ClientKeys | None) -> None:
         self.place = f"the weight service at {address}"
-        self._config = config
         self._run_id = run_id
         self._name = name
-        timeout_s = config.update_timeout_s
-        self._client = WeightClient(address, run_id, name, role="actor", timeout_s=timeout_s, keys=keys)
+        self._client = WeightClient(address, run_id, name, role="actor", timeout_s=UPDATE_TIMEOUT_S, keys=keys)
         self._staging: HostStaging | None = None
         try:
             self._store_id = self._client.store().store_id
@@ -144,8 +142,8 @@ class _NetworkSource:
             self._staging = None
         if self._staging is None:
             needed = _STAGED_AT_ONCE * manifest.whole_bytes(dtype)
-            folder = folder_for(self._run_id, self._store_id, self._config.staging_dir, needed)
-            self._staging = HostStaging(folder, who=self._name, patience_s=self._config.update_timeout_s * _PATIENCE)
+            folder = folder_for(self._run_id, self._store_id, needed)
+            self._staging = HostStaging(folder, who=self._name, patience_s=UPDATE_TIMEOUT_S * _PATIENCE)
         lock = self._staging.stage(self._client, manifest, document, dtype)
         return StagedVersion(self._staging.store.folder, manifest, dtype, lock)
 

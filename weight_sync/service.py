@@ -20,10 +20,9 @@ from common.rpc.auth import ServiceKeys
 from common.rpc.messages import Done, Message, Refused, Working, checksum
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
 from weight_sync import protocol as p
-from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed, WeightsError
 from weight_sync.service_store import ServedVersions, UploadReceiver
-from weight_sync.store import PORT, WeightStore
+from weight_sync.store import KEPT_VERSIONS, PORT, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -50,26 +49,25 @@ class WeightService:
 
     def __init__(
         self,
-        config: WeightSyncConfig,
         run_id: str,
         folder: Path,
         *,
+        host: str | None = None,
         keys: ServiceKeys | None = None,
         read_expires_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the store in a folder, which is created if missing.
 
+        `host`: the address to bind; None: a Unix socket.
         With keys, only holders of the run's client key connect. Retention gets a version `read_expires_s` after its
         last request.
         """
-        self._config = config
+        self._host = host
         self._clock = clock
         self._store = WeightStore(folder)
         self._store_id = self._store.store_id
-        self._served = ServedVersions(
-            self._store, keep_versions=config.keep_versions, expires_s=read_expires_s, clock=clock
-        )
+        self._served = ServedVersions(self._store, keep_versions=KEPT_VERSIONS, expires_s=read_expires_s, clock=clock)
         self._uploads = UploadReceiver(self._store)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weight-uploads")
         self._jobs: dict[tuple[str, int], _Job] = {}
@@ -80,14 +78,13 @@ class WeightService:
         )
 
     def bind(self) -> str:
-        """Bind, and return the address for clients. With port 0, the port of the last service of this folder is kept.
+        """Bind, and return the address for clients. The port of the last service of this folder is kept.
 
         Raises:
             TransferFailed: the address is in use or does not exist, or the port cannot be written down.
         """
         try:
-            remembered = self._store.folder / PORT
-            return self._rpc.bind(self._config.host, self._config.port, remembered, section="weight_sync")
+            return self._rpc.bind(self._host, self._store.folder / PORT)
         except CannotBind as error:
             raise TransferFailed(str(error)) from error
 

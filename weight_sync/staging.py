@@ -121,13 +121,11 @@ class HostStaging(HostFolder):
         if not self.is_there():
             return TransferFailed(
                 f"version {version} cannot be kept in {self.store.folder}: somebody else has removed that folder "
-                f"({error}). It is made anew with the next try; set [weight_sync] staging_dir to a folder that nothing "
-                "cleans up"
+                f"({error}). It is made anew with the next try; see that nothing cleans up there"
             )
         hint = "it is full" if error.errno in FULL else str(error)
         return TransferFailed(
-            f"version {version} cannot be kept in {self.store.folder}: {hint}. Set [weight_sync] staging_dir to a "
-            "folder of this machine with room for four versions"
+            f"version {version} cannot be kept in {self.store.folder}: {hint}. Make room for four versions there"
         )
 
     def _fetching(self, version: PolicyVersion) -> BinaryIO:

@@ -47,6 +47,8 @@ from weight_sync.manifest import (
 _NEWEST_NAME = "NEWEST"
 _STORE_NAME = "STORE"
 PORT = "PORT"
+KEPT_VERSIONS = 3
+"""How many stay beside those being read: an actor that begins to read one is through before three more are there."""
 READERS_LOCK = "readers.lock"
 _REMOTE_READER = "REMOTE_READER"
 _REMOTE_READER_AGE_S = 300.0

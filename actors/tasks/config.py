@@ -150,7 +150,7 @@ class _TaskConfig(BaseModel):
     template: str | None = Knob(
         None,
         "Prompt text; {name} is a column of the item, {metadata[name]} an entry of its metadata, "
-        "and {name:compact} leaves out all white space. Unset: the question.",
+        "and {name:compact} leaves out all white space. Unset: the column question.",
         basic=True,
     )
     chat: bool = Knob(False, "Wrap the prompt as a user turn of the tokenizer's chat template.", basic=True)
@@ -224,7 +224,6 @@ class FileTask(_TaskConfig):
 
     type: Literal["file"]
     path: str = Knob(..., "JSONL or Parquet file; one row per prompt.", basic=True)
-    question_column: str = Knob("question", "Column that is the prompt if template is unset.")
     heldout_path: str | None = Knob(
         None, "Held-out rows; unset: split `path` by a hash of the columns that template reads."
     )

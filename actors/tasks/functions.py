@@ -162,8 +162,7 @@ def try_imports(
         )
     except subprocess.TimeoutExpired:
         raise TaskError(
-            f"task.rewards: importing {files} did not end within launch.startup_timeout_s = {limit_s:g} s; do the slow "
-            "part at the first call"
+            f"task.rewards: importing {files} did not end within {limit_s:g} s; do the slow part at the first call"
         ) from None
     if not done.returncode:
         return

@@ -40,6 +40,8 @@ from actors.tasks.task import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
+QUESTION = "question"
+"""The column that is the prompt if task.template is unset."""
 _FIELD = re.compile(r"(?P<column>[^.\[\]]+)(?P<keys>(?:\[[^\]]+\])*)")
 _KEY = re.compile(r"\[([^\]]+)\]")
 _BATCH_ROWS = 1024
@@ -252,7 +254,7 @@ def file_problems(
     """
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
-    split = Split(config.template or f"{{{config.question_column}}}", config, (), reads, codec)
+    split = Split(config.template or f"{{{QUESTION}}}", config, (), reads, codec)
     columns = dict[str, None]()
     # Held-out rows come first, so that a prompt in both files is held out and not trained on.
     files = [(config.heldout_path, "task.heldout_path", True)] if config.heldout_path else []
@@ -260,23 +262,23 @@ def file_problems(
         for number, row in _rows(Path(path).expanduser(), key, split.template.columns, reads, columns):
             where = f"{path}, row {number}"
             if config.template is None:
-                _check_question(config, row, where)
+                _check_question(row, where)
             split.offer(row, number, where, held)
     _check_sizes(config, split.finish())
     return split, list(columns)
 
 
-def _check_question(config: FileTask, row: Mapping[str, Any], where: str) -> None:
-    if config.question_column not in row:
+def _check_question(row: Mapping[str, Any], where: str) -> None:
+    if QUESTION not in row:
         raise TaskError(
-            f"task.question_column = '{config.question_column}' is not in {where}; "
-            f"{among_known(config.question_column, row)}"
+            f"task.template is unset, so the column '{QUESTION}' is the prompt, and it is not in {where}; "
+            f"{among_known(QUESTION, row)}"
         )
-    question = row[config.question_column]
+    question = row[QUESTION]
     if not isinstance(question, str) or not question.strip():
         raise TaskError(
-            f"{where}: '{config.question_column}' must be text and not empty, it is {str(question)[:80]!r}; mend "
-            "the row, or name another task.question_column"
+            f"{where}: '{QUESTION}' must be text and not empty, it is {str(question)[:80]!r}; mend the row, or set "
+            "task.template"
         )
 
 

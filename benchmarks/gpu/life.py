@@ -192,7 +192,7 @@ def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
         {
             "num_stages": 1, "num_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP,
             "checkpoint_every": CHECKPOINT_EVERY, "token_budget": 4 * orders["longest"], "precision": "bfloat16",
-            "reference_offload": "cpu", "device": orders["device"], "batch_timeout_s": WAIT_S,
+            "reference_offload": "cpu", "gpus": float(orders["device"] == "cuda"),
         }
     )  # fmt: skip
     # every section is said: what it leaves open is not filled in from elsewhere

@@ -106,9 +106,9 @@ def _attend(way: str, query: Tensor, key: Tensor, value: Tensor, layout: Attenti
 # --- shadow ---------------------------------------------------------------------------------------
 
 
-def autocast_alone(stage: StageModule, residual: torch.dtype = torch.float32, **_: object) -> None:
+def autocast_alone(stage: StageModule, **_: object) -> None:
     """In place of `compute_in_bfloat16`, as before: float32 weights, cast by autocast in every micro-batch."""
-    stage._residual = torch.float32
+    stage._is_rounded = True
 
 
 def unfused() -> AbstractContextManager[Any]:
@@ -122,8 +122,7 @@ def gradients_by_autograd() -> AbstractContextManager[Any]:
 
 
 def shadow(place: Place, shape: str = "1.5B") -> None:
-    """A micro-batch, its gradients and a step: autocast alone, rounded weights, a rounded residual, fused kernels."""
-    narrow = {"residual": "bfloat16"}
+    """A micro-batch, its gradients and a step: autocast alone, rounded weights, fused kernels."""
     autocast = mock.patch.object(StageModule, "compute_in_bfloat16", autocast_alone)
     variants: list[tuple[str, AbstractContextManager[Any], dict[str, Any]]] = [
         ("autocast alone", autocast, {}),
@@ -133,7 +132,6 @@ def shadow(place: Place, shape: str = "1.5B") -> None:
         variants += [
             ("fused kernels, gradients by autograd", gradients_by_autograd(), {}),
             ("fused kernels", nullcontext(), {}),
-            ("fused kernels, rounded residual", nullcontext(), narrow),
         ]
     truth = _truth(place, shape)
     for name, patched, config in variants:

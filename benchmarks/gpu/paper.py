@@ -55,7 +55,6 @@ def main() -> None:
         *([Way("before", before)] if before is not None else []),
         Way("torch alone", ROOT),
         Way("fused", ROOT, ("--fused",)),
-        Way("fused, residual bfloat16", ROOT, ("--fused", "residual=bfloat16")),
     ]
     found = {shape: {way.name: count(way, shape) for way in ways} for shape in COUNTED}
     write_page(PAGE, page_of(found, describe_commit(before) if before is not None else "", describe_commit()))
@@ -186,8 +185,8 @@ def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) 
         f"{some['completion_tokens']:,} of them of completions, in the shapes of Qwen2.5. "
         + (f"*before*: the learner of commit {before}, at the same keys. " if before else "")
         + "*torch alone*: as it is without liger-kernel. *fused*: with it, as the extra `gpu` installs it; in place of "
-        "its kernels stand operations that move what its source reads and writes. The last column sets "
-        "`learner.residual` besides. Attention is flash attention everywhere.",
+        "its kernels stand operations that move what its source reads and writes. "
+        "Attention is flash attention everywhere.",
         table(
             ["figure", "wanted, at least", "computed", "met"],
             [["MFU of 1.5B, one pass", f"{MFU_WANTED:.0%}", f"{mfu:.0%}", MET[mfu >= MFU_WANTED]]],

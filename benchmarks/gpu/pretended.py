@@ -183,10 +183,11 @@ def fake_stage(name: str, layers: tuple[int, int], *, last: bool, **config: obje
     with tempfile.TemporaryDirectory() as folder:
         config_of(name, num_hidden_layers=sum(layers)).save_pretrained(folder)
         section = LearnerConfig.model_validate(
-            {"num_stages": 2, "layers_per_chunk": layers, "precision": "bfloat16", "token_budget": BUDGET, **config}
+            {"num_stages": 2, "precision": "bfloat16", "token_budget": BUDGET, **config}
         )
         mesh: Any = SimpleNamespace(place=MeshPlace(int(last), num_stages=2))
         with (
+            mock.patch("learner.decoders.balance", return_value=[(0, layers[0]), (layers[0], sum(layers))]),
             mock.patch.object(model_file, "_check_names"),
             mock.patch.object(model_file, "_read_tensors", _made_up),
             mock.patch.object(StageModule, "to", _with_buffers_on),

@@ -84,7 +84,7 @@ STEPS: tuple[Step, ...] = (
     Step("copies", "fast", 70, "fast:copies", "versions, checkpoints, the optimizer: GB/s; a step beside them"),
     Step("offloaded", "fast", 30, "fast:offloaded", "the reference from host memory to the GPU: GB/s"),
     Step("varlen", "mends", 120, "mends:varlen", "one varlen kernel against buckets: ms of real layouts, then a step"),
-    Step("shadow", "mends", 150, "mends:shadow", "weights and residual in bf16, fused kernels: ms, error of gradients"),
+    Step("shadow", "mends", 150, "mends:shadow", "weights in bf16, fused kernels: ms, error of gradients"),
     Step("compiled", "mends", 90, "mends:compiled", "layers compiled by torch in place of fused kernels: the same"),
     Step("head2", "mends", 60, "mends:head2", "the head's gradient by out_dtype against a product and a sum"),
     Step("shared", "mends", 110, "mends:shared", "a neighbour that decodes on the same GPU: step time, memory"),

@@ -29,14 +29,14 @@ REWARD = ROOT / "benchmarks" / "overlap_parts" / "reward.py"
 DEMO_ON_GPU = {
     "launch.colocate": True, "actors.num_actors": 1, "actors.dtype": "bfloat16", "actors.gpus": 1,
     "actors.gpu_memory_share": 0.3, "learner.gpus": 1, "learner.gpu_memory_share": 0.3, "learner.num_stages": 1,
-    "learner.device": "cuda", "learner.precision": "bfloat16",
+    "learner.precision": "bfloat16",
 }  # fmt: skip
 """An engine and the learner share the card."""
 PAIR_ON_GPU = {
     "launch.colocate": True, "actors.gpus": 1, "actors.gpu_memory_share": 0.35, "actors.dtype": "bfloat16",
     "actors.max_new_tokens": 256,
     "actors.max_running_samples": 128, "learner.gpus": 1, "learner.gpu_memory_share": 0.55,
-    "learner.device": "cuda", "learner.precision": "bfloat16", "learner.groups_per_step": 16,
+    "learner.precision": "bfloat16", "learner.groups_per_step": 16,
     "learner.token_budget": 8192,
 }  # fmt: skip
 

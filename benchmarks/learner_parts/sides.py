@@ -30,7 +30,7 @@ from learner.attention import IMPLEMENTATION
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import DeviceBatch
-from learner.optimizer import ADAM_EPS
+from learner.optimizer import ADAM_BETAS, ADAM_EPS
 from learner.packing import PackedBatch
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
@@ -124,12 +124,11 @@ class _Loop:
         self._is_bf16 = config.precision == "bfloat16"
         if self._is_bf16:
             self._round_weights()
-        matrices = [p for p in model.parameters() if p.ndim >= 2]
-        vectors = [p for p in model.parameters() if p.ndim < 2]
         self._adam = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            model.parameters(),
             lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
+            betas=ADAM_BETAS,
+            weight_decay=0.0,
             eps=ADAM_EPS,
             fused=True,
         )

@@ -208,7 +208,7 @@ def train(
         RunFailed: it did not end well, or took too long.
     """
     command = [*prefix, sys.executable, "-m", module, "train", str(config)]
-    command += ["--run.dir", str(folder.parent), "--run.name", folder.name, "--tracking.display", "plain", *overrides]
+    command += ["--run.dir", str(folder.parent), "--run.name", folder.name, *overrides]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") if log else contextlib.nullcontext() as output:
         process = subprocess.Popen(

@@ -53,7 +53,7 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
             DROP_CACHES.write_text("3")
         except OSError as error:
             raise MeasurementFailed(f"the page cache cannot be emptied ({error}): a cold start needs root") from error
-    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml", "--tracking.display", "plain"]
+    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml"]
     command += ["--run.dir", str(folder.parent), "--run.name", folder.name, "--learner.num_steps", "1"]
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(checkout)}
     began_s = time.time()

@@ -109,7 +109,7 @@ they are, the less it holds back. Here, where no weight can explode, that does n
 does; on data of the first or of the uniform policy they stay far off. VESPO damps what has become unlike the \
 sampler, and DPPO stops tokens that have moved from it: where nothing that the policy has become was sampled, little \
 is left to learn from.
-- **How a gradient is averaged or bounded hardly shows**: `dual_clip`, `dr_grpo`, `batch` and a critic differ from \
+- **How a gradient is averaged or bounded hardly shows**: `dr_grpo`, `batch` and a critic differ from \
 PPO as it ships by about what seeds do. `entropy` and `maxrl` have other optima, and come to them at every age: less \
 reward by what the bonus is worth, and for MaxRL the log of the expected reward, which asks little of a reward that \
 is never 0.

@@ -100,7 +100,6 @@ ROWS = (
     _ppo("+vespo", 3e-3, corrections=["vespo"]),
     _ppo("+dppo", 3e-3, corrections=["dppo"]),
     _ppo("+interpolated", 1e-2, proximal="interpolated"),
-    _ppo("+dual_clip", 1e-2, dual_clip=3.0),
     _ppo("+dr_grpo", 1e-2, baseline="dr_grpo", mean_over=LENGTH),
     _ppo("+batch", 1e-2, baseline="batch"),
     replace(_ppo("+maxrl", 1e-2, baseline="maxrl", kl_in="loss"), rewards_of_success=True),

@@ -23,7 +23,7 @@ from algorithms.corrections import ess_scale, off_policy_metrics
 from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
 from launch.config import Config, load_config
-from learner.optimizer import ADAM_EPS, learning_rate
+from learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 from learner.step import ESS_METRIC
 
 CONFIG = ROOT / "examples" / "sums.toml"
@@ -157,12 +157,11 @@ class DelayedRun:
         self._behaviour = copy.deepcopy(self._policy)
         self._sampler = Sampler(self._behaviour, self._pad, self._eos, self.config.actors.max_new_tokens)
         self._past: deque[list[Tensor]] = deque(maxlen=lag + 1)
-        learner = self.config.learner
         self._adam = torch.optim.AdamW(
             self._policy.parameters(),
-            betas=(learner.adam_beta1, learner.adam_beta2),
+            betas=ADAM_BETAS,
             eps=ADAM_EPS,
-            weight_decay=learner.weight_decay,
+            weight_decay=0.0,
         )
         self._loss = loss_for(self.config.algorithm)
 

@@ -18,6 +18,8 @@ from actors.tasks import Problem, load_reward, load_task
 from actors.tasks.task import Call, PromptCodec
 from common.process import keep_freed_memory
 from launch.config import Config, load_config
+from launch.train import EVAL_PROBLEMS
+from learner.optimizer import ADAM_BETAS
 
 EVALUATED_AT_ONCE = 256
 
@@ -63,7 +65,7 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
             now_s = time.perf_counter()
             self.steps_s.append(now_s - self.began_s - self.paused_s)
             if made.actors.eval_every and len(self.steps_s) % made.actors.eval_every == 0:
-                problems = task.heldout[: made.actors.eval_problems or 256]
+                problems = task.heldout[:EVAL_PROBLEMS]
                 self.accuracies.append((self.steps_s[-1], _accuracy(model, codec, functions, problems, made)))
                 self.paused_s += time.perf_counter() - now_s
 
@@ -93,9 +95,9 @@ def _arguments(config: Config) -> dict[str, Any]:
         "learning_rate": learner.learning_rate,
         "lr_scheduler_type": learner.lr_schedule,
         "warmup_steps": learner.warmup_steps,
-        "adam_beta1": learner.adam_beta1,
-        "adam_beta2": learner.adam_beta2,
-        "weight_decay": learner.weight_decay,
+        "adam_beta1": ADAM_BETAS[0],
+        "adam_beta2": ADAM_BETAS[1],
+        "weight_decay": 0.0,
         "max_grad_norm": learner.max_grad_norm,
         "beta": 0.0,
         "seed": config.run.seed,

@@ -14,7 +14,7 @@ import xxhash
 
 from common.rpc.server import Request
 from common.staleness import PolicyVersion
-from weight_sync import delta, manifest, store
+from weight_sync import delta, host_folder, manifest, store
 from weight_sync.client import WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.protocol import ReadRequest
@@ -31,9 +31,9 @@ NUM_COPIED_BYTES = 256 * 2**20
 class CountingService(WeightService):
     """Counts the bytes that it sends of each version."""
 
-    def __init__(self, config: WeightSyncConfig, run_id: str, folder: Path) -> None:
+    def __init__(self, run_id: str, folder: Path) -> None:
         """Nothing is sent yet."""
-        super().__init__(config, run_id, folder)
+        super().__init__(run_id, folder)
         self.sent_bytes: Counter[str] = Counter()
 
     def _answer(self, request: Request) -> Answer | None:
@@ -48,7 +48,7 @@ class Service:
 
     def __init__(self, *, folder: str) -> None:
         """Bind a free port of loopback and serve a weight store."""
-        self._service = CountingService(WeightSyncConfig(), RUN_ID, Path(folder))
+        self._service = CountingService(RUN_ID, Path(folder))
         self._address = self._service.bind()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._service.serve, args=(self._stop,), name="service", daemon=True)
@@ -75,7 +75,9 @@ class Receiver:
         """Open a puller. The transport "folder" reads the store; "network" asks the service, and stages what comes."""
         self._read_bytes = 0
         self._count_what_is_verified()
-        knobs = WeightSyncConfig.model_validate({"transport": transport, "staging_dir": staging or None})
+        knobs = WeightSyncConfig.model_validate({"transport": transport})
+        if staging:
+            host_folder._SHM = Path(staging)
         self._dtype = dtype
         self._is_checked = transport == "network"
         """What comes over the network is checked on its way; in a folder that is seen each engine checks it."""

@@ -33,6 +33,7 @@ from weight_sync.client import open_sink
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import decode_delta, encode_delta
 from weight_sync.publisher import Publisher
+from weight_sync.store import KEPT_VERSIONS
 from weight_sync.tensors import host_bytes
 
 NEW_TOKENS = 24
@@ -254,7 +255,7 @@ class PublishingLearner:
         self._trainer = Trainer(**training)
         knobs = WeightSyncConfig(transport="folder")
         sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="learner")
-        self._publisher = Publisher(sink, 0, 1, dtypes, keep_versions=knobs.keep_versions, full_every=1)
+        self._publisher = Publisher(sink, 0, 1, dtypes, keep_versions=KEPT_VERSIONS, full_every=1)
         self._rounds: list[dict[str, float]] = []
 
     def train(self, *, num_steps: int) -> None:
@@ -317,7 +318,7 @@ class Sender:
         self._turn = 0
         knobs = WeightSyncConfig(transport="folder")
         sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="sender")
-        self._publisher = Publisher(sink, 0, 1, [dtype], keep_versions=knobs.keep_versions, full_every=full_every)
+        self._publisher = Publisher(sink, 0, 1, [dtype], keep_versions=KEPT_VERSIONS, full_every=full_every)
 
     def num_bytes(self) -> int:
         """Of a whole version."""

@@ -126,25 +126,21 @@ class RpcServer:
         ):
             self._socket.setsockopt(option, value)
 
-    def bind(self, host: str | None, port: int, remembered: Path, *, section: str) -> str:
+    def bind(self, host: str | None, remembered: Path) -> str:
         """Bind, after waiting for an address that was just given up; return it as clients need it.
 
         Args:
-            host: interface, "0.0.0.0" or "*" for all; None: a Unix socket, or loopback if a port is given.
-            port: 0 takes the port of the folder's last service, or a free one.
-            remembered: the file with that port, 0 for a Unix socket. The socket lies beside it, or has a short path of
-                its own if the path is too long for the system, or the folder takes no sockets.
-            section: of the config, for the error.
+            host: interface, "0.0.0.0" or "*" for all; None: a Unix socket.
+            remembered: the file with the port of the folder's last service, which is taken again if it is free; 0 for a
+                Unix socket. The socket lies beside it, or has a short path of its own if the path is too long for the
+                system, or the folder takes no sockets.
 
         Raises:
             CannotBind: says to what and why, and what to try.
         """
         if self._keys is not None:
             self._door = Doorkeeper(self._socket, self._keys, f"the {self._protocol.service}")
-        if host is None and not port:
-            address = self._bind_unix(remembered, section)
-        else:
-            address = self._bind_tcp(host or LOOPBACK, port, remembered, section)
+        address = self._bind_unix(remembered) if host is None else self._bind_tcp(host, remembered)
         bound = int(address.rsplit(":", 1)[1]) if self._unix is None else 0
         if _port_in(remembered) != bound or not remembered.exists():
             try:
@@ -155,14 +151,14 @@ class RpcServer:
             return f"tcp://{_outward_address()}:{bound}"
         return address
 
-    def _bind_tcp(self, host: str, port: int, remembered: Path, section: str) -> str:
+    def _bind_tcp(self, host: str, remembered: Path) -> str:
         service, deadline = self._protocol.service, time.monotonic() + BIND_RETRY_S
         endpoint = f"tcp://{host}"
         while True:
             try:
                 is_v6 = ":" in (name := address_of(host))
                 self._socket.setsockopt(zmq.IPV6, is_v6)
-                endpoint = f"tcp://{f'[{name}]' if is_v6 else name}:{port or _port_in(remembered) or '*'}"
+                endpoint = f"tcp://{f'[{name}]' if is_v6 else name}:{_port_in(remembered) or '*'}"
                 self._socket.bind(endpoint)
                 return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             except (OSError, UnicodeError, zmq.ZMQError) as error:
@@ -170,11 +166,11 @@ class RpcServer:
                     time.sleep(0.1)
                     continue
                 raise CannotBind(
-                    f"the {service} cannot bind {endpoint} ({error}). Set [{section}] host and port to a free address "
-                    f"of this machine; the port of the last run is kept in {remembered}"
+                    f"the {service} cannot bind {endpoint} ({error}). Set launch.host to an address of this "
+                    f"machine; the port of the last run is kept in {remembered}"
                 ) from error
 
-    def _bind_unix(self, remembered: Path, section: str) -> str:
+    def _bind_unix(self, remembered: Path) -> str:
         beside = remembered.absolute().with_name(_SOCKET)
         short = _short_path(beside)
         fits = len(os.fsencode(beside)) <= _MAX_UNIX_BYTES
@@ -197,7 +193,7 @@ class RpcServer:
                 self._unix = path
                 return f"ipc://{path}"
         raise CannotBind(
-            f"the {self._protocol.service} cannot make its socket ({failed}). Set [{section}] host = '{LOOPBACK}' for "
+            f"the {self._protocol.service} cannot make its socket ({failed}). Set launch.host = '{LOOPBACK}' for "
             "a port instead, or TMPDIR to a folder of your own"
         )
 

@@ -26,7 +26,7 @@ from launch.run_folder import RunFolder
 from launch.text import number, printable
 
 if TYPE_CHECKING:  # with all sections, and torch: `leeway top` need not wait for it
-    from launch.config import Config
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +80,12 @@ class LossyStream:
 class Display:
     """A live view on a terminal; otherwise a line now and then. Never raises because of a narrow or a lost screen."""
 
-    def __init__(self, config: Config, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Show nothing yet. `clock` is monotonic seconds."""
         self._folder, self._clock = folder, clock
-        wish = config.tracking.display
-        self._is_off = wish == "off"
         self._stdout = LossyStream(sys.stdout)
         self._console = Console(file=cast(TextIO, self._stdout), highlight=False, markup=False)
-        is_screen = sys.stdout.isatty() and not self._console.is_dumb_terminal
-        self._is_live = wish == "live" or (wish == "auto" and is_screen)
+        self._is_live = sys.stdout.isatty() and not self._console.is_dumb_terminal
         self._live: Live | None = None
         self._last_line_s = clock()
         self._last_step = 0
@@ -108,7 +105,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print what the run does now, or what happened."""
-        if not self._is_off and not self._stdout.is_lost:
+        if not self._stdout.is_lost:
             console = self._live.console if self._live is not None else self._console
             console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, BinaryIO
@@ -162,7 +163,7 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
     )
     try:
         run = wandb.init(
-            project=tracking.project,
+            project=os.environ.get("WANDB_PROJECT", "leeway"),
             name=folder.name,
             dir=str(folder.root),
             mode=tracking.wandb,

@@ -27,7 +27,7 @@ from actors.report import ActorReport
 from algorithms.corrections import WeighedSection
 from buffer.protocol import Status
 from common.staleness import PolicyVersion, StalenessContract
-from launch.config import Action, Config, LaunchConfig
+from launch.config import Action, Config
 from launch.observe.status import PollResult
 from launch.pools import actor_pools
 
@@ -68,8 +68,7 @@ class Tripwires:
         """`clock` is monotonic seconds."""
         self._config, self._contract, self._clock = config.launch, contract, clock
         self._mismatch_limits = {
-            pool.name: mismatch_limit(config.launch, pool.config.dtype, config.learner.precision)
-            for pool in actor_pools(config)
+            pool.name: mismatch_limit(pool.config.dtype, config.learner.precision) for pool in actor_pools(config)
         }
         """Of the mean absolute difference of log-probabilities, by pool of actors."""
         self._stability = Stability(config)
@@ -123,7 +122,7 @@ class Tripwires:
         name, action = (who, config.on_mismatch) if who != LEARNER else ("the engines", _for_all(config.on_mismatch))
         text = (
             f"{name} and the learner differ by {mean:.2g} in the mean absolute log-probability of {count} tokens of "
-            f"the same version, and launch.mismatch_limit is {limit:g}: other weights, or another arithmetic"
+            f"the same version, and at most {limit:g} is expected: other weights, or another arithmetic"
         )
         # not below is above: a difference that is no number is one
         trips = not mean <= (limit * MISMATCH_ENDS if is_standing else limit)
@@ -138,7 +137,7 @@ class Tripwires:
     # --- the learner ------------------------------------------------------------------------------
 
     def _look_at_learner(self, news: PollResult, now: float) -> Iterator[Trip]:
-        config, status = self._config, news.status
+        status = news.status
         if status is not None:
             self._newest = PolicyVersion(*status.newest)
             is_due = status.version - self._newest.version >= self._contract.config.publish_every
@@ -148,9 +147,7 @@ class Tripwires:
                 f"{lasts_s:.0f} s{_because(news.publishing, ', waiting for ')}; see the logs of the stages"
             )
             stuck = text if lasts_s >= STUCK_AFTER_S else ""
-            yield from self._hold(
-                "stuck", LEARNER, stuck, _for_all(config.on_stuck), f"version {self._newest} is published"
-            )
+            yield from self._hold("stuck", LEARNER, stuck, None, f"version {self._newest} is published")
         if news.publishing is not None:
             lasts_s = self._lasts("publishing", LEARNER, news.publishing and "waits", now)
             text = f"published weights wait for {news.publishing}; training goes on as far as the bound allows"
@@ -172,7 +169,7 @@ class Tripwires:
     # --- an actor ---------------------------------------------------------------------------------
 
     def _look_at_actor(self, report: ActorReport, silent_s: float, now: float, evaluating: bool) -> Iterator[Trip]:
-        config, name, served = self._config, report.name, PolicyVersion(*report.version)
+        name, served = report.name, PolicyVersion(*report.version)
         if report.refused and self._refused.get(name) != report.refused:
             yield Trip("refused", name, f"{name} keeps version {served} and did not take an update: {report.refused}")
         self._refused[name] = report.refused
@@ -191,11 +188,11 @@ class Tripwires:
         stuck = f"{facts}; it has served that one for {old_s:.0f} s{why}"
         bound = f"more than max_actor_lag = {self._contract.actor_lag} behind"
         behind = f"{facts}; it has been {bound} for {behind_s:.0f} s{why}"
-        yield from self._hold("stuck", name, stuck if old_s >= STUCK_AFTER_S else "", config.on_stuck, ended)
-        yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", config.on_behind, ended)
+        yield from self._hold("stuck", name, stuck if old_s >= STUCK_AFTER_S else "", None, ended)
+        yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", None, ended)
 
     def _look_at_rewards(self, report: ActorReport) -> Iterator[Trip]:
-        config, text = self._config, ""
+        text = ""
         for failing in report.failing:
             is_slow = failing.timeout_s and failing.for_s >= FAILING_TIMEOUTS * failing.timeout_s
             if failing.num_samples >= (FAILING_TIMEOUTS if is_slow else FAILING_SAMPLES):
@@ -205,7 +202,7 @@ class Tripwires:
                     f"{failing.completion!r}. Try it with leeway check-reward, mend it, then go on with leeway resume"
                 )
         ended = f"the rewards of {report.name} score samples again"
-        yield from self._hold("failing", report.name, text, config.on_failing, ended)
+        yield from self._hold("failing", report.name, text, "stop", ended)
 
     def _forget(self, names: set[str]) -> None:
         """Forget actors that are out of the run, or are being restarted."""
@@ -242,10 +239,8 @@ class Tripwires:
             yield Trip(f"{kind}_ended", who, ended)
 
 
-def mismatch_limit(config: LaunchConfig, *dtypes: str) -> float:
-    """Return the limit of the config, else one for the dtypes in which engines and learner compute."""
-    if config.mismatch_limit is not None:
-        return config.mismatch_limit
+def mismatch_limit(*dtypes: str) -> float:
+    """Return the limit of the mean absolute difference between log-probabilities that are computed in these."""
     return 1e-3 if all(dtype in ("float32", "float64") for dtype in dtypes) else 0.2
 
 

@@ -12,15 +12,15 @@ from ray.exceptions import ActorUnavailableError
 
 from actors.config import READY_ENV, ActorSections
 from actors.report import actor_name
-from common.run import RunContext
+from common.run import STARTUP_S, RunContext
 from launch.checks import Plan
 from launch.config import Config
 from launch.pools import ActorPool, actor_pools
 from launch.processes.actor_role import GOODBYE_S, ActorRole, ToldToEnd, told_to_end
 from launch.processes.placement import PLACEMENT_S, PlacedProcess, place_of, spawn
 from launch.processes.role_process import (
+    MAX_RESTARTS,
     SILENCE_S,
-    STARTUP_KEY,
     Check,
     Notify,
     Restarts,
@@ -188,8 +188,8 @@ class ActorPools:
         return [actor for actor in self.actors if actor.is_ready]
 
     def wait_until_ready(self) -> list[ActorProcess]:
-        """Return at least one, restarting what died meanwhile; RunFailed after launch.startup_timeout_s."""
-        deadline = time.monotonic() + self._config.startup_timeout_s
+        """Return at least one, restarting what died meanwhile; RunFailed after `STARTUP_S`."""
+        deadline = time.monotonic() + STARTUP_S
         while not (ready := self.ready()):
             self.watch()
             if time.monotonic() > deadline:
@@ -251,7 +251,7 @@ class ActorPools:
 
     def _enlist(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        log, restarts = self._plan.folder.log("actor", number), Restarts(self._config.launch.max_restarts)
+        log, restarts = self._plan.folder.log("actor", number), Restarts(MAX_RESTARTS)
         place = place_of("actor", number, pool)
         self.actors.append(ActorProcess("actor", number, None, log, restarts, placement=place, pool=pool.name))
 
@@ -267,7 +267,7 @@ class ActorPools:
 
     def _spawn(self, actor: ActorProcess) -> None:
         config = self.pools[actor.pool].config
-        variables = {READY_ENV: str(ceil(self._config.startup_timeout_s)), **self._config.launch.env}
+        variables = {READY_ENV: str(ceil(STARTUP_S)), **self._config.launch.env}
         actor.handle = spawn(
             ActorRole,
             actor.log,
@@ -317,13 +317,12 @@ class ActorPools:
 
     def _end_of(self, actor: ActorProcess) -> str | None:
         """Return why its start or its work has ended; '' if it ended well, None if it goes on."""
-        limit_s = self._config.startup_timeout_s
         pending = actor.starting if actor.running is None else actor.running
         if done(pending):
             came_back = actor.running is not None and actor.comes_back(SILENCE_S, self._notify)
             return None if came_back else outcome(pending)
-        if actor.running is None and time.monotonic() - actor.started_s > limit_s:
-            return f"it was not ready within {STARTUP_KEY} = {limit_s:g} s"
+        if actor.running is None and time.monotonic() - actor.started_s > STARTUP_S:
+            return f"it was not ready within {STARTUP_S:g} s"
         return None
 
     def _start_again(self, actor: ActorProcess, why: str) -> None:

@@ -18,8 +18,9 @@ from launch.processes.actor_pools import ActorProcess
 from launch.processes.actor_role import told_to_end
 from launch.processes.role_process import Check, RunFailed, done, reason
 
-EVALUATION_SHARE = 5 / 6
-"""Of learner.batch_timeout_s: an evaluating actor makes no samples, and the learner must not time out first."""
+EVALUATION_TIMEOUT_S = 6000.0
+"""An evaluating actor makes no samples, and the learner (`learner.coordinator.BATCH_TIMEOUT_S`) must not time out
+first."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,7 @@ class Evaluation:
         if time.monotonic() > self._deadline:
             names = ", ".join(asked.actor.name for asked in self._pending) or "actors, of which none is ready,"
             raise RunFailed(
-                f"{names} did not finish an evaluation within {self._timeout_s:g} s: evaluate fewer problems, or raise "
-                "learner.batch_timeout_s, of which an evaluation may take a part"
+                f"{names} did not finish an evaluation within {self._timeout_s:g} s: evaluate fewer problems"
             )
         return None
 

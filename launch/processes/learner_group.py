@@ -16,14 +16,14 @@ from ray.exceptions import RayTaskError
 
 from common.files import leftovers
 from common.process import uncollected
-from common.run import RunContext
+from common.run import STARTUP_S, RunContext
 from launch.checks import Plan
 from launch.observe.history import Rows
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import stage_pools
 from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import (
-    STARTUP_KEY,
+    MAX_RESTARTS,
     Check,
     Notify,
     Restarts,
@@ -126,14 +126,14 @@ class LearnerGroup:
            ^------------- lost: killed, and started again ------------'
 
     Lost is a process that died, one whose GPU failed, a rank that timed out in a collective, and one that is not ready
-    again in time. Every other error would come again and ends the run. At most launch.max_restarts restarts in a row
+    again in time. Every other error would come again and ends the run. At most `MAX_RESTARTS` restarts in a row
     lead to no new checkpoint.
     """
 
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
         self._config = plan.config.learner
-        self._limit_s = plan.config.startup_timeout_s
+        self._limit_s = STARTUP_S
         self._notify = notify
         self._check = check
         self._context: RunContext[LearnerSections] | None = None
@@ -147,7 +147,7 @@ class LearnerGroup:
         self._rows: Rows | None = None
         self._told_of: set[str] = set()
         self._resumed: TrainingProgress | None = None
-        self._restarts = Restarts(plan.config.launch.max_restarts)
+        self._restarts = Restarts(MAX_RESTARTS)
         self._checkpoint_at_loss = -1
         self._reserved = [pool.bundle for pool in stage_pools(plan.config) for _ in range(pool.count)]
         """By each rank."""
@@ -326,12 +326,10 @@ class LearnerGroup:
 
     def _late(self, silent: Sequence[RoleProcess]) -> _Loss:
         """Return the loss of ranks that have not ended a call in time; RunFailed if it is none of a restart."""
-        late = _Loss(tuple(silent), f"did not get ready again within {STARTUP_KEY} = {self._limit_s:g} s")
+        late = _Loss(tuple(silent), f"did not get ready again within {self._limit_s:g} s")
         if self.num_restarts and self._state in (Phase.MEETING, Phase.SETTING_UP):
             return late
-        raise RunFailed(
-            f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}, or raise {STARTUP_KEY}"
-        )
+        raise RunFailed(f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}")
 
     def _start_again(self, loss: _Loss) -> None:
         newest = max(steps_in(self._plan.folder.checkpoints), default=-1)
@@ -340,7 +338,7 @@ class LearnerGroup:
             self._restarts.prove()
         if self._restarts.are_spent:
             times = self._restarts.in_a_row
-            tried = f", and {times} restarts in a row (launch.max_restarts) led to no new checkpoint" if times else ""
+            tried = f", and {times} restarts in a row led to no new checkpoint" if times else ""
             raise RunFailed(f"{loss.who} {loss.why}{tried}; see {loss.logs}")
         start = f"checkpoint of step {newest}" if newest >= 0 else "beginning, for there is no checkpoint"
         self._notify(

@@ -30,7 +30,8 @@ from launch.host import configure_logging, keep_files_private
 from launch.observe.status import ProcessStatus
 from launch.text import shortened
 
-STARTUP_KEY = "launch.startup_timeout_s"
+MAX_RESTARTS = 3
+"""In a row, after which something is given up; more would repeat what fails each time."""
 LASTING_S = 3600.0
 """After so much work restarts count anew."""
 SILENCE_S = 60.0
@@ -70,7 +71,7 @@ class WrongInput(RunFailed):
 class Restarts:
     """How often something is restarted before it is given up: the one policy of services, actors and the learner.
 
-    At most `launch.max_restarts` times in a row. A row ends when the last restart has proved itself: by an hour of
+    At most so many times in a row. A row ends when the last restart has proved itself: by an hour of
     work, and that of the learner by a newer checkpoint alone.
     """
 
@@ -245,7 +246,7 @@ def results(
     """Wait for calls that several processes are in together, and return their results.
 
     The first failure is reported: the others often fail because of it. `what` the processes are to do is for the error,
-    as 'to be ready'; the deadline, on the monotonic clock, is that of launch.startup_timeout_s; `check` is called now
+    as 'to be ready'; the deadline, on the monotonic clock, is that of `STARTUP_S`; `check` is called now
     and then. WrongInput if a call failed because of the task or the model, RunFailed if it failed otherwise, or did not
     end in time.
     """
@@ -265,8 +266,7 @@ def results(
         elif left_s <= _CHECK_EVERY_S:
             process = next(iter(waiting.values()))
             raise RunFailed(
-                f"waited {time.monotonic() - started:.0f} s for {process.name} {what} and gave up; {process.see}, "
-                f"or raise {STARTUP_KEY}"
+                f"waited {time.monotonic() - started:.0f} s for {process.name} {what} and gave up; {process.see}"
             )
     return [ray.get(call) for _, call in calls]
 

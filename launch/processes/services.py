@@ -21,11 +21,12 @@ import ray
 from buffer.client import GIVE_UP_S, BufferClient
 from buffer.errors import BufferError
 from buffer.store import PORT as BUFFER_PORT
-from common.rpc.auth import ServiceKeys, is_loopback
+from common.rpc.auth import ServiceKeys
 from common.rpc.server import forget_port
-from common.run import RunFacts
+from common.run import STARTUP_S, RunFacts
 from launch.processes.placement import here, spawn
 from launch.processes.role_process import (
+    MAX_RESTARTS,
     Check,
     Notify,
     Restarts,
@@ -40,25 +41,9 @@ from launch.processes.role_process import (
 from weight_sync.store import PORT as WEIGHTS_PORT
 
 if TYPE_CHECKING:  # the process of a service, which imports this for its role, loads nothing that computes
-    from buffer.config import BufferConfig
     from launch.checks import Plan
-    from weight_sync.config import WeightSyncConfig
 
 R = TypeVar("R")
-
-
-def interface(host: str | None, keys: ServiceKeys | None, *, is_cluster: bool) -> str | None:
-    """Return the address that a service binds; unset, that of this machine in the Ray cluster, or none.
-
-    RuntimeError if other machines could reach it, and it has no keys.
-    """
-    host = address_here() if host is None and is_cluster else host
-    if keys is None and host is not None and not is_loopback(host):
-        raise RuntimeError(
-            f"{host} can be reached from other machines, and launch.encryption = 'off' leaves the service open: "
-            "use 'auto'"
-        )
-    return host
 
 
 class ServiceRole(Role):
@@ -68,17 +53,16 @@ class ServiceRole(Role):
         self,
         log: Path,
         service: str,
-        config: BufferConfig | WeightSyncConfig,
-        run: RunFacts | str,
-        folder: Path,
+        given: tuple[object, ...],
+        host: str | None,
         keys: ServiceKeys | None,
         is_cluster: bool,
     ) -> None:
-        """Make the service by its dotted name, imported in this process alone, from the facts or the id of the run."""
+        """Make the service by its dotted name, imported in this process alone, from what it is given."""
         super().__init__(log)
         self._stop = threading.Event()
-        host = interface(config.host, keys, is_cluster=is_cluster)
-        self._service = resolve_name(service)(config.model_copy(update={"host": host}), run, folder, keys=keys)
+        host = address_here() if host is None and is_cluster else host
+        self._service = resolve_name(service)(*given, host=host, keys=keys)
 
     def bind(self) -> str:
         """Open the store and the socket; return the address."""
@@ -133,22 +117,23 @@ class ServiceHost(ABC):
         self.processes = []
 
     @abstractmethod
-    def _service(self) -> tuple[object, ...]:
-        """Return the first arguments of its role after the log."""
+    def _service(self) -> tuple[str, tuple[object, ...]]:
+        """Return the dotted name of the service, and what it is made from."""
 
     @property
     def _logs(self) -> str:
         return ", ".join(str(process.log) for process in self.processes)
 
     def _serve(self, deadline: float) -> None:
-        log, restarts = self._plan.folder.log(self.name, 0), Restarts(self._plan.config.launch.max_restarts)
+        """Start it; returns when it serves."""
+        log, restarts = self._plan.folder.log(self.name, 0), Restarts(MAX_RESTARTS)
         process = RoleProcess(self.name, 0, self._spawn(log), log, restarts)
         self.address = self._bind(process, deadline)
         self.processes.append(process)
 
     def _spawn(self, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
         plan = self._plan
-        arguments = (*self._service(), plan.service_keys, plan.is_cluster)
+        arguments = (*self._service(), plan.config.launch.host, plan.service_keys, plan.is_cluster)
         return spawn(ServiceRole, log, *arguments, on=here(), concurrency=3, variables=plan.config.launch.env)
 
     def _start_again(self, process: RoleProcess) -> None:
@@ -157,7 +142,7 @@ class ServiceHost(ABC):
             process.forget()
             process.restarts.count()
             process.handle = self._spawn(process.log)
-            deadline = time.monotonic() + self._plan.config.startup_timeout_s
+            deadline = time.monotonic() + STARTUP_S
             try:
                 self.address = self._bind(process, deadline)
             except RunFailed as error:
@@ -183,7 +168,6 @@ class BufferHost(ServiceHost):
     def __init__(self, plan: Plan, facts: RunFacts, notify: Notify, check: Check = lambda: None) -> None:
         super().__init__(plan, notify, check)
         self._facts = facts
-        self._config = plan.config.buffer
         self._client: BufferClient | None = None
 
     def start(self, deadline: float) -> None:
@@ -224,9 +208,9 @@ class BufferHost(ServiceHost):
             self._client.close()
             self._client = None
 
-    def _service(self) -> tuple[object, ...]:
+    def _service(self) -> tuple[str, tuple[object, ...]]:
         plan = self._plan
-        return "buffer.service:in_own_process", self._config, self._facts, plan.folder.buffer
+        return "buffer.service:in_own_process", (plan.config.buffer, self._facts, plan.folder.buffer)
 
 
 class WeightsHost(ServiceHost):
@@ -240,6 +224,5 @@ class WeightsHost(ServiceHost):
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve(deadline)
 
-    def _service(self) -> tuple[object, ...]:
-        config, plan = self._plan.config.weight_sync, self._plan
-        return "weight_sync.service:WeightService", config, plan.run_id, plan.weights_folder
+    def _service(self) -> tuple[str, tuple[object, ...]]:
+        return "weight_sync.service:WeightService", (self._plan.run_id, self._plan.weights_folder)

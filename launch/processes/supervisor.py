@@ -15,18 +15,18 @@ import ray
 from actors.report import ActorReport, actor_name
 from buffer.protocol import Status
 from common.process import DaemonThreads
-from common.run import RunContext
+from common.run import STARTUP_S, RunContext
 from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.config import Config
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import actor_pools
 from launch.processes.actor_pools import ActorPools, ActorProcess
-from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
+from launch.processes.evaluation import EVALUATION_TIMEOUT_S, Evaluation
 from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S, PlacedProcess
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
-from launch.processes.role_process import Notify, RoleProcess, RunFailed, done, results
+from launch.processes.role_process import MAX_RESTARTS, Notify, RoleProcess, RunFailed, done, results
 from launch.processes.services import BufferHost, WeightsHost
 
 GOODBYE_S = 15.0
@@ -65,7 +65,7 @@ class Supervisor:
     """Starts, watches and ends every process of a run.
 
     States of a process: started -> running -> finished, or running -> died -> started again
-    (up to launch.max_restarts times in a row: services and actors singly, the learner as a whole), or given up.
+    (up to `MAX_RESTARTS` times in a row: services and actors singly, the learner as a whole), or given up.
     """
 
     def __init__(self, plan: Plan, context: RunContext[Config], notify: Notify) -> None:
@@ -97,7 +97,7 @@ class Supervisor:
         others_come = config.ray_address is not None
         limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
         self.learner.wait_for_places(limit_s, others_come=others_come)
-        deadline = time.monotonic() + self._config.startup_timeout_s
+        deadline = time.monotonic() + STARTUP_S
         # an actor first: to load vLLM is the longest part of a start
         self.actors.spawn(limit_s, others_come=others_come)
         self.learner.spawn()
@@ -204,8 +204,8 @@ class Supervisor:
             self.actors.ready,
             num_problems,
             min_version,
-            EVALUATION_SHARE * self._config.learner.batch_timeout_s,
-            max_retries=self._config.launch.max_restarts,
+            EVALUATION_TIMEOUT_S,
+            max_retries=MAX_RESTARTS,
             check=self._watch_services,
         )
 

@@ -205,11 +205,14 @@ async def test_a_published_head_is_used_even_where_the_served_copy_was_tied(worl
     assert world.gaps(asked, completions)[0] < BOUND
 
 
-async def test_weights_that_came_over_the_network_as_a_delta_are_served_like_any_others(world: World, tmp_path: Path):
-    config = WeightSyncConfig(transport="network", staging_dir=str(tmp_path))
+async def test_weights_that_came_over_the_network_as_a_delta_are_served_like_any_others(
+    world: World, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr("weight_sync.host_folder._SHM", tmp_path)
+    config = WeightSyncConfig(transport="network")
     asked = {"folder": Path("/nowhere"), "run_id": "run", "name": "actor-0", "dtype": "float32"}
     with (
-        serving(WeightService(config, "run", world.folder)) as address,
+        serving(WeightService("run", world.folder)) as address,
         contextlib.closing(open_puller(config, address=address, **asked)) as puller,
     ):
         # from now on the learner knows that somebody reads over the network, and keeps the next as a parent

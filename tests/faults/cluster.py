@@ -68,7 +68,7 @@ class Cluster:
 
     def run(self, folder: Path, config: str, *overrides: str) -> subprocess.Popen[str]:
         """Start a run into folder/run."""
-        where = ("--run.dir", str(folder), "--run.name", "run", "--tracking.display", "plain")
+        where = ("--run.dir", str(folder), "--run.name", "run")
         return subprocess.Popen(
             [str(SCRIPT), "run", config, *where, *overrides],
             env=self.environment,

@@ -214,6 +214,8 @@ class LearnerRun:
         self.ranks: list[Rank] = []
         self.weight_sync: dict[str, object] = {"max_lag": facts.staleness.max_lag}
         """The learner's section; the buffer service has its own."""
+        self.constants: dict[str, object] = {}
+        """Constants of the ranks, by dotted name."""
 
     @property
     def checkpoints(self) -> Path:
@@ -234,9 +236,6 @@ class LearnerRun:
             "groups_per_step": GROUPS_PER_STEP,
             "token_budget": 64,
             "learning_rate": 1e-2,
-            "collective_timeout_s": 30,
-            "checkpoint_timeout_s": 60,
-            "device": "cpu",
             **config,
         }
         orders = {
@@ -248,6 +247,7 @@ class LearnerRun:
             "run_folder": str(self.folder),
             "algorithm": algorithm or {"type": "trajectory_balance"},
             "hooks": hooks or {},
+            "constants": {"learner.stage.COLLECTIVE_TIMEOUT_S": 30.0, **self.constants},
             "weight_sync": self.weight_sync,
         }
         path = self.folder / "orders.json"

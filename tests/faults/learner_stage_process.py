@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
 from pydantic import TypeAdapter
@@ -40,6 +41,8 @@ def main(orders_path: Path, rank: int) -> None:
     folder = Path(orders["run_folder"])
     torch.use_deterministic_algorithms(True)
     keep_reports(folder / "reports.jsonl")
+    for name, value in orders["constants"].items():
+        mock.patch(name, value).start()
     for name, value in orders["hooks"].items():
         HOOKS[name](rank, value)
     stage = Stage(context_of(orders), rank, orders["rendezvous"])

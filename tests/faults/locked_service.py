@@ -16,7 +16,6 @@ from buffer.service import BufferService
 from common.rpc.auth import LOOPBACK, Key, RunKeys
 from tests.weights_by_hand import RUN
 from tests.world import buffer_process as program
-from weight_sync.config import WeightSyncConfig
 from weight_sync.service import WeightService
 
 
@@ -35,7 +34,7 @@ def main(file: str, name: str) -> int:
         if name.endswith("buffer"):
             with mock.patch.object(program, "BufferService", functools.partial(BufferService, keys=keys)):
                 return program.main()
-        service = WeightService(WeightSyncConfig(host=LOOPBACK), RUN, Path(sys.argv[1]), keys=keys)
+        service = WeightService(RUN, Path(sys.argv[1]), host=LOOPBACK, keys=keys)
         print(service.bind(), flush=True)
         service.serve(threading.Event())
     return 0

@@ -64,6 +64,7 @@ class Service:
         config: BufferConfig = CONFIG,
         *,
         entry: Sequence[str] = ("-m", "tests.world.buffer_process"),
+        host: str | None = None,
         environment: dict[str, str] | None = None,
         log: Path | None = None,
         prefix: Sequence[str] = (),
@@ -75,12 +76,13 @@ class Service:
             facts: of the run.
             config: the service's.
             entry: what Python is to run: the package, or a script that patches it first.
+            host: the address that it binds; None: a Unix socket.
             environment: variables beside those of the test.
             log: where its stderr goes; by default a file beside the folder.
             prefix: put before the command.
         """
         self.folder, self.facts, self.config, self._prefix = folder, facts, config, prefix
-        self._entry, self._environment = list(entry), environment or {}
+        self._entry, self._environment, self._host = list(entry), environment or {}, host
         self._log = log or folder.with_name(folder.name + ".log")
         self.start()
 
@@ -111,7 +113,18 @@ class Service:
     def command(self) -> list[str]:
         """The command line."""
         facts, config = self.facts.model_dump_json(), self.config.model_dump_json()
-        return [sys.executable, *self._entry, "--folder", str(self.folder), "--facts", facts, "--config", config]
+        bound = [] if self._host is None else ["--host", self._host]
+        return [
+            sys.executable,
+            *self._entry,
+            "--folder",
+            str(self.folder),
+            "--facts",
+            facts,
+            "--config",
+            config,
+            *bound,
+        ]
 
     def _read_address(self) -> None:
         self.address = self.process.stdout.readline().strip()

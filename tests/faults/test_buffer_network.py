@@ -14,7 +14,6 @@ import zmq
 from buffer import client as client_module
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from tests.faults import netns
 from tests.faults.actor_process import ActorProcess
@@ -44,8 +43,7 @@ def link():
 def far_service(link, tmp_path, monkeypatch):
     """A service at the far end of the link, with the clients' default patience."""
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 10.0)
-    config = BufferConfig(host=link.far)
-    running = Service(tmp_path / "buffer", MANY, config, entry=SMALL_INBOX, prefix=link.prefix)
+    running = Service(tmp_path / "buffer", MANY, entry=SMALL_INBOX, host=link.far, prefix=link.prefix)
     yield running
     running.close()
 

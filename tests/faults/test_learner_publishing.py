@@ -39,9 +39,9 @@ def test_training_goes_on_while_no_version_can_be_written_and_the_last_one_is_pu
     show(f"{NUM_STEPS} steps trained without room for weights; with room again the last version is published")
 
 
-@pytest.mark.fault(6, "no room in the weights folder for longer than publish_timeout_s")
+@pytest.mark.fault(6, "no room in the weights folder for longer than PUBLISH_TIMEOUT_S")
 def test_a_disk_that_stays_full_ends_the_learner_with_the_reason_and_a_checkpoint(run, show):
-    run.weight_sync["publish_timeout_s"] = 2.0
+    run.constants["learner.stage.PUBLISH_TIMEOUT_S"] = 2.0
     hooks = {"full_disk": {"rank": 1, "until": str(run.folder / "never")}, "slow_steps": 0.2}
     hooks["late_limit"] = str(run.checkpoints)
     began_s = time.monotonic()

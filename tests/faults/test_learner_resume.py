@@ -255,7 +255,7 @@ def test_all_ranks_leave_when_one_is_killed_and_a_restart_gives_the_same_result(
     for attempt in range(pick(1, 8)):
         recorded.start(run, as_script=as_script and attempt == 0, num_steps=NUM_STEPS + 1)
         target = run.step + chance.randint(1, 3)
-        # one that dies before all have met is missed for collective_timeout_s
+        # one that dies before all have met is missed for COLLECTIVE_TIMEOUT_S
         run.wait_until(lambda: len(list(run.folder.glob("ready-*"))) == len(run.ranks), "the end of set-up", 180)
         run.wait_until(lambda: run.step >= min(target, NUM_STEPS), f"step {target}")  # noqa: B023
         time.sleep(chance.uniform(0, 0.04))

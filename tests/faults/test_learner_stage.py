@@ -94,9 +94,10 @@ def test_a_requested_stop_ends_with_a_checkpoint_of_the_last_step(start_run):
 
 def test_a_learner_without_batches_says_who_owes_them(start_run):
     run = start_run()
-    ranks = run.start(num_steps=3, batch_timeout_s=2)
+    run.constants["learner.coordinator.BATCH_TIMEOUT_S"] = 2.0
+    ranks = run.start(num_steps=3)
     assert all(code != 0 for code in run.finish(ranks))
-    assert "NoBatch: no batch for step 1 within learner.batch_timeout_s = 2 s" in run.log(1)
+    assert "NoBatch: no batch for step 1 within 2 s" in run.log(1)
     assert "CoordinatorFailed: the coordinator, rank 1, gave up: no batch for step 1" in run.log(0)
 
 

@@ -21,7 +21,7 @@ from common.rpc.messages import Asker
 from common.staleness import PolicyVersion
 from tests.faults import strangers
 from tests.faults.locked_service import write_keys
-from tests.faults.service_process import CONFIG, MANY, Kept, Service
+from tests.faults.service_process import MANY, Kept, Service
 from tests.faults.weight_processes import ROOT
 from tests.full import FULL, pick
 from tests.weights_by_hand import RUN, publish
@@ -60,8 +60,8 @@ class LockedBuffer:
     )
 
     def __init__(self, tmp_path, keys_file, keys, kind, load_on) -> None:
-        config = CONFIG.model_copy(update={"host": LOOPBACK})
-        self.service = Service(tmp_path / "buffer", ENDLESS, config, entry=("-m", MODULE, str(keys_file), kind))
+        entry = ("-m", MODULE, str(keys_file), kind)
+        self.service = Service(tmp_path / "buffer", ENDLESS, entry=entry, host=LOOPBACK)
         self.address, self.pid = self.service.address, self.service.pid
         self._keys, self._load_on, self.load = keys, load_on, None
 

@@ -143,11 +143,8 @@ def test_a_whole_run_keeps_within_its_bound(start_run, show, max_lag, max_actor_
 def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_within_its_bound(
     start_run, constants, show
 ):
-    constants({"buffer.leases.LEASE_TIMEOUT_S": LEASE_S})
-    run = start_run(
-        *("--learner.num_steps", "100000"),
-        *("--weight_sync.keep_versions", "2"),
-    )
+    constants({"buffer.leases.LEASE_TIMEOUT_S": LEASE_S, "weight_sync.store.KEPT_VERSIONS": 2})
+    run = start_run("--learner.num_steps", "100000")
     run.wait_for_steps(4)
     with ExitStack() as stops:
         damaged, tensor = damage_an_unseen_version(run, stops)
@@ -194,7 +191,6 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
 def test_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show, tmp_path):
     run = start_run(
         *("--learner.num_steps", "100000", "--weight_sync.transport", "network"),
-        *("--weight_sync.staging_dir", str(tmp_path / "staging")),
     )
     run.wait_for("version 50", lambda: run.newest().version >= 50)
     assert list((run.folder / "weights").glob("*/*.delta")), "nobody was offered deltas"

@@ -15,7 +15,7 @@ import zmq
 from common.staleness import PolicyVersion
 from tests.faults.proxy import Proxy
 from tests.weights_by_hand import RUN, assert_holds, publish
-from weight_sync import client
+from weight_sync import client, host_folder, puller
 from weight_sync.client import WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
@@ -30,13 +30,12 @@ SIZE = {"num_tensors": 4, "num_values": 200_000}
 
 
 def config(staging_dir: Path | str) -> WeightSyncConfig:
-    """Of the run. Also makes the chunks of this process small."""
+    """Of the run. Also makes the chunks of this process small, and its time for an update short."""
     client.CHUNK_BYTES = CHUNK_BYTES
-    return WeightSyncConfig(
-        transport="network",
-        staging_dir=str(staging_dir),
-        update_timeout_s=UPDATE_TIMEOUT_S,
-    )
+    client.UPDATE_TIMEOUT_S = puller.UPDATE_TIMEOUT_S = UPDATE_TIMEOUT_S
+    host_folder._SHM = Path(staging_dir)
+    host_folder._SHM.mkdir(parents=True, exist_ok=True)
+    return WeightSyncConfig(transport="network")
 
 
 class Process:
@@ -111,7 +110,7 @@ class Wire(Proxy):
 
 
 def _serve(folder: str) -> None:
-    service = WeightService(config("unused"), RUN, Path(folder))
+    service = WeightService(RUN, Path(folder))
     print(service.bind(), flush=True)
     service.serve(threading.Event())
 

@@ -20,7 +20,6 @@ from buffer.config import BufferConfig
 from buffer.service import BufferService
 from common.rpc import server
 from tests.world.buffer import facts
-from tests.world.waiting import wait_until
 
 FACTS = facts()
 NOBODY = 65534
@@ -176,8 +175,5 @@ def test_a_port_is_had_for_the_asking(serve, home):
     by_host.end(signal.SIGKILL)
     by_host.start()
     assert by_host.address == f"tcp://127.0.0.1:{port}"
-    by_port = serve(home / "other", port=port + 1)
-    assert by_port.address == f"tcp://127.0.0.1:{port + 1}"
     with client_of(by_host.address) as client:
         client.connect()
-    wait_until(lambda: by_port.process.poll() is None, "the other one")

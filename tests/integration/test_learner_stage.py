@@ -85,8 +85,9 @@ def events(monkeypatch):
     return seen
 
 
-def test_stages_wait_for_one_that_loads_or_writes_slowly_as_long_as_a_start_may_take(events, tmp_path):
-    learner = make_stage(tmp_path, device="cpu", collective_timeout_s=1.0)
+def test_stages_wait_for_one_that_loads_or_writes_slowly_as_long_as_a_start_may_take(events, tmp_path, monkeypatch):
+    monkeypatch.setattr("learner.stage.COLLECTIVE_TIMEOUT_S", 1.0)
+    learner = make_stage(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         learner.setup()
     together = f"all meet within {STARTUP_S:g} s"
@@ -190,7 +191,7 @@ def gpus(monkeypatch):
 
 
 def test_every_thread_that_enters_a_stage_works_on_its_gpu(events, gpus, tmp_path):
-    learner = make_stage(tmp_path, device="cuda")
+    learner = make_stage(tmp_path, gpus=1)
     with pytest.raises(KeyboardInterrupt):
         learner.setup()
     assert gpus.pop(threading.get_ident()) == torch.device("cuda", 0)

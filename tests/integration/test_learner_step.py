@@ -29,7 +29,7 @@ from tests.world.learner import (
     train_cases,
 )
 
-ONE = {"learning_rate": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.1}
+ONE = {"learning_rate": 1e-2, "max_grad_norm": 0.05}
 SEVERAL = {**ONE, "num_minibatches": 2, "num_epochs": 2, "lr_schedule": "linear", "num_steps": 3}
 CASES = {
     "balance": Case("tied", LearnerConfig(**ONE, schedule="1f1b"), TrajectoryBalanceConfig()),
@@ -107,11 +107,7 @@ class Unsplit:
         self.seen: dict[str, float] = {}
 
     def _adam(self, parameters) -> torch.optim.AdamW:
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.case.config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, betas=(self.case.config.adam_beta1, self.case.config.adam_beta2))
+        return torch.optim.Adam(parameters, betas=(0.9, 0.99))
 
     def leaves(self, rows, model=None) -> Leaves:
         logprobs, values = [], []

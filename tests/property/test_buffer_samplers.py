@@ -33,7 +33,6 @@ def configs(draw):
         sampler=sampler,
         replay_sampler=replay_sampler,
         on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        reward_temperature=0.1,
         max_uses=max_uses,
         capacity_trajectories=draw(st.sampled_from([24, 1000])),
     )

@@ -57,12 +57,13 @@ class Rank:
 class Learner:
     """LearnerGroup on ranks that do as the test says, under a clock of its own."""
 
-    def __init__(self, folder, monkeypatch, *overrides: str) -> None:
+    def __init__(self, folder, monkeypatch, *overrides: str, max_restarts: int = 2) -> None:
         self.ranks: list[Rank] = []
         self.now_s = 0.0
         self.events: list[tuple[str, str]] = []
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda _: self.on_sleep())
         monkeypatch.setattr(group_module, "time", clock)
+        monkeypatch.setattr(group_module, "MAX_RESTARTS", max_restarts)
         monkeypatch.setattr(group_module, "spawn", self._spawn)
         self.room = SimpleNamespace(
             is_placed=True, missing_s=0.0, reservation=lambda rank: None, shortage=lambda: "no room"
@@ -71,7 +72,7 @@ class Learner:
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "kill", lambda rank, no_restart: setattr(rank, "is_killed", True))
-        plan = check(load_config(DEMO, ["--launch.max_restarts", "2", *overrides]), folder / "run")
+        plan = check(load_config(DEMO, overrides), folder / "run")
         self.folder, self.checkpoints = plan.folder, plan.folder.checkpoints
         self.checkpoints.mkdir(parents=True)
         self.folder.metrics.touch()

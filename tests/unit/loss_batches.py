@@ -50,7 +50,6 @@ GROUP_CONFIGS = {
     "interpolated": OffPolicyPPOConfig(
         proximal="interpolated", clip_low=0.1, clip_high=0.1, kl_beta=0.1, corrections=[TIGHT]
     ),
-    "dual clip": OffPolicyPPOConfig(dual_clip=1.3, corrections=[]),
     "proximal rloo": OffPolicyPPOConfig(**PROXIMAL_RLOO),
     "sequence_tis": OffPolicyPPOConfig(corrections=[{"type": "sequence_tis", "cap": 1.2}]),
     "icepop": OffPolicyPPOConfig(corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
@@ -89,8 +88,8 @@ OTHER_CONFIGS = {
     "against the batch": OffPolicyPPOConfig(baseline="batch", kl_beta=0.2, corrections=[]),
     "distillation": DistillationConfig(),
     "distillation without weights": DistillationConfig(corrections=[]),
-    "critic": OffPolicyPPOConfig(baseline="critic", gamma=0.9, gae_lambda=0.8, kl_beta=0.1, corrections=[]),
-    "critic unclipped": OffPolicyPPOConfig(baseline="critic", critic="model", value_clip=0, corrections=["gspo"]),
+    "critic": OffPolicyPPOConfig(baseline="critic", gae_lambda=0.8, kl_beta=0.1, corrections=[]),
+    "critic model": OffPolicyPPOConfig(baseline="critic", critic="model", corrections=["gspo"]),
     "critic composed": OffPolicyPPOConfig(
         baseline="critic",
         kl_beta=0.1,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from tests.unit.loss_batches import mates_of, sums, tokens_of
 
+VALUE_COEF, VALUE_CLIP = 0.5, 0.2
+
 
 @dataclass
 class ByHand:
@@ -82,11 +84,11 @@ def group_advantages(inputs, rewards, config):
     return found
 
 
-def gae_by_definition(rewards, values, gamma, lam):
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; the last V is 0."""
+def gae_by_definition(rewards, values, lam):
+    """A_t = sum over l of lam^l delta_{t+l}, delta_t = r_t + V_{t+1} - V_t; the last V is 0."""
     after = [*values, 0.0][1:]
-    error = [r + gamma * v - u for r, v, u in zip(rewards, after, values, strict=True)]
-    return [sum((gamma * lam) ** (i - t) * error[i] for i in range(t, len(error))) for t in range(len(error))]
+    error = [r + v - u for r, v, u in zip(rewards, after, values, strict=True)]
+    return [sum(lam ** (i - t) * error[i] for i in range(t, len(error))) for t in range(len(error))]
 
 
 def advantages(inputs, proximal_T, config):
@@ -102,9 +104,7 @@ def advantages(inputs, proximal_T, config):
         for b, tokens in enumerate(tokens_of(inputs)):
             own = [-penalty[t] + (rewards[b] if t == tokens[-1] else 0.0) for t in tokens]
             values = [float(inputs.old_values_T[t]) for t in tokens]
-            for t, advantage in zip(
-                tokens, gae_by_definition(own, values, config.gamma, config.gae_lambda), strict=True
-            ):
+            for t, advantage in zip(tokens, gae_by_definition(own, values, config.gae_lambda), strict=True):
                 found[t] = advantage
         return found
     shaped = [r - sum(penalty[t] for t in tokens) for r, tokens in zip(rewards, tokens_of(inputs), strict=True)]
@@ -131,8 +131,6 @@ def clipped(config, u, a, logprob):
         weight = min(max(u, bounds.low), bounds.high)
         return Term(weight * a * logprob, weight * a, u < bounds.low, u > bounds.high)
     low, high = 1 - bounds.clip_low, 1 + bounds.clip_high
-    if a < 0 and config.dual_clip and u > config.dual_clip:
-        return Term(config.dual_clip * a, 0.0, high=True)
     if (a > 0 and u > high) or (a < 0 and u < low):
         return Term((high if a > 0 else low) * a, 0.0, low=a < 0, high=a > 0)
     return Term(u * a, u * a)
@@ -224,14 +222,13 @@ def add_penalties(config, inputs, t, share, weight, result):
 
 
 def add_value_loss(config, inputs, advantage, result):
-    scale = config.value_coef / len(advantage)
-    if config.value_clip > 0:
-        result.counts["value"] = 0
+    scale = VALUE_COEF / len(advantage)
+    result.counts["value"] = 0
     for t, (value, old) in enumerate(zip(inputs.values_T.tolist(), inputs.old_values_T.tolist(), strict=True)):
         target = advantage[t] + old
         error, slope = (value - target) ** 2 / 2, value - target
-        if config.value_clip > 0 and abs(value - old) > config.value_clip:
-            held = old + math.copysign(config.value_clip, value - old)
+        if abs(value - old) > VALUE_CLIP:
+            held = old + math.copysign(VALUE_CLIP, value - old)
             if (held - target) ** 2 / 2 > error:
                 error, slope = (held - target) ** 2 / 2, 0.0
                 result.counts["value"] += 1

@@ -80,7 +80,7 @@ async def test_an_engine_loads_what_is_made_of_the_model_on_its_own_host(tmp_pat
     assert not (tmp_path / "elsewhere").exists()
 
 
-async def test_a_failed_reward_or_generation_gives_the_sample_up_with_its_reason_and_pushes_no_zero():
+async def test_a_failed_reward_or_generation_gives_the_sample_up_with_its_reason_and_pushes_no_zero(monkeypatch):
     tried = []
 
     def broken(problems, completions):
@@ -100,7 +100,8 @@ async def test_a_failed_reward_or_generation_gives_the_sample_up_with_its_reason
     assert [reason for _, _, reason in buffer.given_up] == ["generation failed: ValueError"] * K
 
     buffer = FakeBuffer(1)
-    await run_to_end(make_actor(buffer, FakeEngine(5.0), config={"generate_timeout_s": 0.05}))
+    monkeypatch.setattr("actors.sample.GENERATE_TIMEOUT_S", 0.05)
+    await run_to_end(make_actor(buffer, FakeEngine(5.0)))
     assert {reason for _, _, reason in buffer.given_up} == {"generation failed: took too long"}
 
 
@@ -268,9 +269,10 @@ async def test_a_sample_that_outgrows_the_actor_stays_where_nobody_is_faster_any
     assert len(buffer.pushed) == 2 * K
 
 
-async def test_the_buffer_is_told_now_and_then_what_running_samples_have():
+async def test_the_buffer_is_told_now_and_then_what_running_samples_have(monkeypatch):
+    monkeypatch.setattr("actors.held.KEEP_EVERY_S", 0.01)
     buffer, engine = FakeBuffer(1), FakeEngine(600)
-    running = asyncio.create_task(run_to_end(make_actor(buffer, engine, config={"keep_every_s": 0.01})))
+    running = asyncio.create_task(run_to_end(make_actor(buffer, engine)))
     await until(lambda: len(buffer.handed_on) > 2)
     engine.finish()
     await running
@@ -371,7 +373,8 @@ async def test_an_answer_that_waits_for_the_seat_of_a_running_sample_is_scored(m
             return await super().generate(*prompt, **options)
 
     engine = Full()
-    actor = make_actor(FakeBuffer(0), engine, config={"generate_timeout_s": 100.0, "max_running_samples": 1})
+    monkeypatch.setattr("actors.sample.GENERATE_TIMEOUT_S", 100.0)
+    actor = make_actor(FakeBuffer(0), engine, config={"max_running_samples": 1})
     await actor.start()
     evaluation = asyncio.create_task(actor.evaluate(EvalRequest(num_problems=1)))
     await asyncio.wait_for(engine.asked.wait(), 60)

@@ -215,14 +215,13 @@ def test_a_template_with_another_text_around_its_columns_moves_no_row(write):
     assert heldout("{meta[n]} {question}"), "a column with entries counts as its JSON"
 
 
-def test_the_question_column_is_what_the_default_template_reads_and_nothing_else(write, tmp_path):
+def test_a_template_names_the_column_of_the_prompt(write, tmp_path):
     rows = [{"prompt": f"{n}+1", "answer": "1"} for n in range(30)]
-    assert load_task(write(rows, question_column="prompt")).train[0].text.endswith("+1")
     assert load_task(write(rows, template="{prompt}=")).train[0].text.endswith("+1=")
     config = tmp_path / "config.toml"
     rows_path = write(rows).path
     config.write_text(
-        f'[model]\npath = "{DEMO}"\n[task]\ntype = "file"\npath = "{rows_path}"\nquestion_column = "prompt"\n'
+        f'[model]\npath = "{DEMO}"\n[task]\ntype = "file"\npath = "{rows_path}"\ntemplate = "{{prompt}}"\n'
         'rewards = "exact"\n[algorithm]\ntype = "trajectory_balance"\n[actors]\n'
         "max_prompt_tokens = 8\nmax_new_tokens = 8\n"
     )

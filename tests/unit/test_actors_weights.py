@@ -9,6 +9,7 @@ from actors.weights import PolicyTimeout
 from common.process import wall_time
 from common.staleness import PolicyVersion
 from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, make_actor, run_to_end, until
+from weight_sync.client import UPDATE_TIMEOUT_S
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
@@ -60,11 +61,12 @@ async def test_an_actor_too_far_behind_pulls_first_even_after_a_learner_restart(
         await actor.stop()
 
 
-async def test_a_version_that_never_comes_is_an_error_that_names_it():
+async def test_a_version_that_never_comes_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setattr("actors.weights.UPDATE_TIMEOUT_S", 0.05)
     buffer = FakeBuffer(1, min_version=9)
     buffer.newest = (0, 9)
     with pytest.raises(PolicyTimeout, match=r"policy 9.*serves 0"):
-        await run_to_end(make_actor(buffer, weight_sync={"update_timeout_s": 0.05}))
+        await run_to_end(make_actor(buffer))
 
 
 async def in_the_middle_of_an_update():
@@ -183,9 +185,9 @@ async def test_a_fetch_that_takes_too_long_is_a_refusal_and_no_second_one_starts
     store.may_fetch.clear()
     update, now_s = asyncio.create_task(actor._follower.update()), loop.time
     await until(lambda: store.fetched)
-    monkeypatch.setattr(loop, "time", lambda: now_s() + 120)
+    monkeypatch.setattr(loop, "time", lambda: now_s() + UPDATE_TIMEOUT_S)
     await update
-    assert "version 1: not read and verified within weight_sync.update_timeout_s = 120 s" in actor.report().refused
+    assert "version 1: not read and verified within 600 s" in actor.report().refused
     clock.now_s += 3
     await actor._follower.update()
     assert "an earlier look has not ended" in actor.report().refused

@@ -333,12 +333,12 @@ def test_a_value_that_was_not_clipped_is_not_counted_as_clipped():
     near = replace(inputs, values_T=inputs.values_T * 0.1, old_values_T=inputs.old_values_T * 0.19)
     moved_T = near.old_values_T + (near.values_T - near.old_values_T)
     assert not torch.equal(moved_T, near.values_T)
-    metrics = evaluate(OffPolicyPPOConfig(baseline="critic", value_clip=0.2), near)[3]
+    metrics = evaluate(OffPolicyPPOConfig(baseline="critic"), near)[3]
     assert metrics["ppo/value_clip_frac"] == 0
 
 
 def test_explained_variance_compares_the_old_values_with_the_returns():
-    config = OffPolicyPPOConfig(baseline="critic", gamma=1.0, gae_lambda=1.0)  # returns are the rewards
+    config = OffPolicyPPOConfig(baseline="critic", gae_lambda=1.0)  # returns are the rewards
     inputs = make_inputs(finished_B=torch.ones(9, dtype=torch.bool))
     returns_T = inputs.rewards_B[inputs.sequence_T]
     explained = {}
@@ -375,7 +375,6 @@ def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
         ({"corrections": ["icepop", {"type": "icepop", "high": 3.0}]}, "names 'icepop' twice"),
         ({"corrections": ["token_tis"], "proximal": "behaviour"}, "'token_tis' acts on pi_prox / mu, which is 1"),
         ({"corrections": ["gspo"], "clip_low": 0.1}, "clip_low is not read with the correction 'gspo'"),
-        ({"corrections": ["vespo"], "dual_clip": 3.0}, "dual_clip is not read with the correction 'vespo'"),
         (
             {"corrections": ["dppo", "token_tis"]},
             "'token_tis' acts on pi_prox / mu, and 'dppo' weighs by pi / mu itself",
@@ -401,14 +400,13 @@ def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
         ({"baseline": "maxrl", "missing_eos_penalty": 0.1}, "and missing_eos_penalty would make them negative"),
         ({"baseline": "batch", "compare": "prompt"}, "and baseline = 'batch' is none"),
         ({"baseline": "no/such/file.py:mine"}, "there is no file .*no/such/file.py"),
-        ({"dual_clip": 1.0}, "dual_clip"),
         ({**PROXIMAL_RLOO, "clip_high": 0.1}, "clip_high is not read with the correction 'sequence_clip'"),
         ({"corrections": [{"type": "icepop", "low": 5.0, "high": 0.5}]}, "icepop: low = 5.0 is not below high = 0.5"),
         ({"corrections": ["token_tsi"]}, "'token_tis', 'sequence_tis', 'icepop', 'geometric_mask', 'sequence_clip'"),
         ({"corrections": [{"type": "token_tis", "cap": math.inf}]}, "cap"),
         ({"kl_beta": -0.1}, "kl_beta"),
         ({"kl_beta": math.nan}, "kl_beta"),
-        ({"gamma": 1.1}, "gamma"),
+        ({"gae_lambda": 1.1, "baseline": "critic"}, "gae_lambda"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_by_name(keys, message):

@@ -86,8 +86,9 @@ def test_the_ratio_of_the_95th_percentiles_tells_starved_long_answers_to_a_bucke
 # --- fidelity ---------------------------------------------------------------------------------------
 
 
-def test_starved_lengths_raise_the_distance_and_one_warning_that_names_them(make, caplog):
-    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.01, max_uses=400)
+def test_starved_lengths_raise_the_distance_and_one_warning_that_names_them(make, caplog, monkeypatch):
+    monkeypatch.setattr("buffer.samplers.REWARD_TEMPERATURE", 0.01)
+    settings = BufferConfig(sampler="reward_softmax", max_uses=400)
     buffer, actor = started(make, settings, groups_per_step=2)
     generate(buffer, actor, 4, [1.0], tokens=16)
     generate(buffer, actor, 4, [0.0], tokens=3000)

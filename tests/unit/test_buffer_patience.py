@@ -18,7 +18,6 @@ from buffer.service import BufferService
 from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
 from common.rpc.messages import Asker
 from common.staleness import PolicyVersion
-from learner.config import LearnerConfig
 from learner.coordinator import Coordinator
 from tests.world.buffer import Actor, facts, make_trajectory
 from tests.world.run_context import run_context
@@ -192,9 +191,9 @@ def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_
     monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
     service, channel = serve(), SimpleNamespace(send=lambda *_: None)
-    sections = {"learner": LearnerConfig(batch_timeout_s=1.0)}
+    monkeypatch.setattr("learner.coordinator.BATCH_TIMEOUT_S", 1.0)
     (tmp_path / "metrics.jsonl").touch()
-    context = run_context(tmp_path, facts(max_lag="unbounded"), **sections, buffer_address=service.address)
+    context = run_context(tmp_path, facts(max_lag="unbounded"), buffer_address=service.address)
     coordinator = Coordinator(context, channel, 64)
     coordinator.begin(0, 0, time.monotonic() + LIMIT_S)
     coordinator.published(PolicyVersion(0, 0))

@@ -44,8 +44,9 @@ def assert_near(counts, expected, num):
 # --- samplers -------------------------------------------------------------------------------------------
 
 
-def test_reward_softmax_draws_in_proportion_to_exp_of_reward_over_temperature(make):
-    buffer, actor = started(make, config("reward_softmax", reward_temperature=0.5), groups_per_step=1)
+def test_reward_softmax_draws_in_proportion_to_exp_of_reward_over_temperature(make, monkeypatch):
+    monkeypatch.setattr("buffer.samplers.REWARD_TEMPERATURE", 0.5)
+    buffer, actor = started(make, config("reward_softmax"), groups_per_step=1)
     groups = {generate(buffer, actor, 1, [reward])[0]: reward for reward in (0.0, 0.5, 1.0, 1.5)}
     total = sum(math.exp(2 * reward) for reward in groups.values())
     assert_near(drawn_in(buffer, 600), {g: math.exp(2 * r) / total for g, r in groups.items()}, 600)
@@ -70,8 +71,9 @@ def test_prioritised_draws_by_the_spread_of_rewards_and_the_age(make, monkeypatc
     assert_near(drawn_in(buffer, 600, first=3), {g: w / total for g, w in weight.items()}, 600)
 
 
-def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_sampler(make):
-    settings = config("on_policy_share", on_policy_share=0.5, replay_sampler="reward_softmax", reward_temperature=0.02)
+def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_sampler(make, monkeypatch):
+    monkeypatch.setattr("buffer.samplers.REWARD_TEMPERATURE", 0.02)
+    settings = config("on_policy_share", on_policy_share=0.5, replay_sampler="reward_softmax")
     buffer, actor = started(make, settings, groups_per_step=4)
     best = generate(buffer, actor, 2, [1.0])
     generate(buffer, actor, 6, [0.0])
@@ -354,7 +356,7 @@ def test_another_sampler_finds_the_groups_of_the_last_one(make):
     groups = generate(buffer, actor, 3, [0.0]) + generate(buffer, actor, 1, [9.0])
     train(buffer, 1)
     for sampler in ("length_balanced", "fifo", "prioritised", "reward_softmax"):
-        buffer.config = BufferConfig(sampler=sampler, max_uses=2, reward_temperature=0.01)
+        buffer.config = BufferConfig(sampler=sampler, max_uses=2)
         buffer.restart()
         assert buffer.status().num_ready_groups == 4
         assert buffer.faults() == []

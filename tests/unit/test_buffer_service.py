@@ -238,16 +238,16 @@ def test_who_pushes_does_not_take_its_own_standstill_for_the_silence_of_the_buff
 
 def test_an_address_in_use_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("common.rpc.server.BIND_RETRY_S", 0.0)
-    first = BufferService(CONFIG.model_copy(update={"host": "127.0.0.1"}), FACTS, tmp_path / "first")
+    first = BufferService(CONFIG, FACTS, tmp_path / "first", host="127.0.0.1")
     port = int(first.bind().rsplit(":", 1)[1])
-    other = BufferService(CONFIG.model_copy(update={"port": port}), FACTS, tmp_path / "other")
+    other = BufferService(CONFIG, FACTS, tmp_path / "other", host="127.0.0.1")
+    (tmp_path / "other" / PORT).write_text(str(port))
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
         other.bind()
     other.close()
     # as where another program has the port of a run that is resumed
-    (tmp_path / "other" / PORT).write_text(str(port))
     forget_port(tmp_path / "other" / PORT)
-    other = BufferService(CONFIG.model_copy(update={"host": "127.0.0.1"}), FACTS, tmp_path / "other")
+    other = BufferService(CONFIG, FACTS, tmp_path / "other", host="127.0.0.1")
     assert int(other.bind().rsplit(":", 1)[1]) != port
     other.close()
     first.close()

@@ -15,7 +15,7 @@ from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, train
 
 REWARDS = {"low": 0.0, "middle": 0.5, "high": 1.0}
-TEMPERATURE = 0.5
+TEMPERATURE = 0.2
 
 
 class Plain:
@@ -67,7 +67,6 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(mak
         sampler="on_policy_share",
         on_policy_share=0.9,
         replay_sampler=replay_sampler,
-        reward_temperature=TEMPERATURE,
         max_uses="unlimited",
     )
     buffer = make(settings, max_lag="unbounded", groups_per_step=4, num_prompts=50)

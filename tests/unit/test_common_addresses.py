@@ -8,7 +8,6 @@ import pytest
 from common.process import address_of
 from launch.host import answers, cannot_bind
 from tests.weights_by_hand import Machine, publish, v
-from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed
 from weight_sync.service import WeightService
 
@@ -72,7 +71,7 @@ def test_a_service_serves_at_an_address_of_ipv6_and_at_a_name(tmp_path, host, be
 
 
 def test_a_service_that_cannot_have_its_address_says_so_in_a_sentence(tmp_path):
-    service = WeightService(WeightSyncConfig(host="no-such-host.invalid"), "run", tmp_path)
+    service = WeightService("run", tmp_path, host="no-such-host.invalid")
     with pytest.raises(TransferFailed) as caught:
         service.bind()
     service.close()

@@ -77,15 +77,12 @@ def test_an_actor_is_too_many_only_where_the_learner_does_not_wait():
     assert advised("on", step_s=0.5, count=6, steps={"every_s": 0.8}) == []
 
 
-def test_it_grows_no_further_than_there_is_room_or_the_config_says():
+def test_it_grows_no_further_than_there_is_room():
     assert advised("on", room=1)[0].count == 3
-    assert advised("on", "--launch.autoscale_most", "4")[0].count == 4
     assert advised("advise", step_s=1e-3)[0].count == 2 * MOST_ADVISED
     none = advised("on", room=0)
     assert none[0].text.endswith("no pool may grow: no host or GPU has room for one more actor")
     assert len(none) == 1, "what cannot be changed is said once"
-    most = advised("on", "--launch.autoscale_most", "2")
-    assert most[0].text.endswith("no pool may grow: launch.autoscale_most = 2")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from launch.config import TrackingConfig
 from launch.observe import display as display_module
 from launch.observe.display import QUIET_S, Display
 from launch.observe.status import Accuracy, read_status
@@ -19,13 +18,12 @@ from tests.unit.test_launch_top import RECORDED
 def display(capsys, tmp_path):
     """A plain display under a clock of its own; `says(snapshot, after_s)` is what it prints."""
     now_s = 0.0
-    config = SimpleNamespace(tracking=TrackingConfig(display="plain"))
     shown: list[Display] = []  # made in the test itself, for the standard output of now is another one
 
     def says(snapshot, after_s: float) -> str:
         nonlocal now_s
         if not shown:
-            shown.append(Display(config, SimpleNamespace(root=tmp_path, name="x"), clock=lambda: now_s))
+            shown.append(Display(SimpleNamespace(root=tmp_path, name="x"), clock=lambda: now_s))
         now_s += after_s
         shown[0].update(snapshot)
         return capsys.readouterr().out
@@ -77,8 +75,9 @@ def test_on_a_terminal_it_is_the_view_of_top_and_no_screen_is_too_narrow(capsys,
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", str(rows))
     monkeypatch.setenv("FORCE_COLOR", "1")
-    config = SimpleNamespace(tracking=TrackingConfig(display="live"))
-    with Display(config, SimpleNamespace(root=tmp_path, name="x")) as display:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with Display(SimpleNamespace(root=tmp_path, name="x")) as display:
         display.update(snapshot(7))
     assert "step 7/40" in capsys.readouterr().out
 
@@ -97,19 +96,17 @@ FAILED = (
 @pytest.mark.parametrize("reasons", [REASONS, {}])
 def test_the_last_words_of_a_run_say_which_share_of_its_samples_failed_and_why(capsys, tmp_path, reasons):
     accuracy = Accuracy(versions="0.0", greedy=0.5, sampled=0.4, num_problems=64)
-    config = SimpleNamespace(tracking=TrackingConfig(display="off"))
     ledger = {"issued": 1000, "failed": sum(reasons.values())}
-    display = Display(config, SimpleNamespace(root=tmp_path, name="x"))
+    display = Display(SimpleNamespace(root=tmp_path, name="x"))
     display.finish(accuracy, accuracy, {**SUMMARY, "ledger": ledger, "failed_by_reason": reasons})
     assert [line for line in capsys.readouterr().out.splitlines() if "failed" in line] == [FAILED][: len(reasons)]
 
 
 @pytest.mark.parametrize("reasons", [REASONS, {}])
 def test_a_run_that_fails_says_it_too(capsys, tmp_path, reasons):
-    config = SimpleNamespace(tracking=TrackingConfig(display="plain"))
     ledger = {"issued": 1000, "failed": sum(reasons.values())}
     buffer = msgspec.structs.replace(snapshot(1).buffer, ledger=ledger, failed_by_reason=reasons)
-    display = Display(config, SimpleNamespace(root=tmp_path, name="x"))
+    display = Display(SimpleNamespace(root=tmp_path, name="x"))
     display.update(snapshot(1, buffer=buffer))
     display.fail("no group is ready")
     said = capsys.readouterr()
@@ -142,11 +139,12 @@ def closed_terminal() -> int:
 def test_a_screen_that_goes_away_ends_the_display_and_not_the_run(tmp_path, monkeypatch, caplog, lost, wish):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(display_module, "PLAIN_INTERVAL_S", 0.01)
-    config = SimpleNamespace(tracking=TrackingConfig(display=wish))
+    monkeypatch.setenv("TERM", "xterm")
     with open(lost(), "w") as screen, open(os.dup(screen.fileno()), "w") as errors:
+        screen.isatty = lambda: wish == "live"
         monkeypatch.setattr(sys, "stdout", screen)
         monkeypatch.setattr(sys, "stderr", errors)
-        with Display(config, SimpleNamespace(root=tmp_path, name="x")) as display:
+        with Display(SimpleNamespace(root=tmp_path, name="x")) as display:
             for step in range(1, 4):
                 display.update(snapshot(step))
                 display.say("a restart")

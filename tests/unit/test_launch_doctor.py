@@ -93,10 +93,10 @@ def test_a_problem_is_in_the_table_with_what_to_do_and_in_the_exit_status(quick,
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["doctor", str(DEMO), "--buffer.port", str(port)]) == ExitStatus.FAILED
+        assert main(["doctor", str(DEMO), "--tracking.prometheus_port", str(port)]) == ExitStatus.FAILED
     said = " ".join(capsys.readouterr().out.split())
-    assert f"buffer.port = {port}: 127.0.0.1:{port} cannot be bound (Address already in use)" in said
-    assert "choose another port, or 0" in said
+    assert f"tracking.prometheus_port = {port}: 127.0.0.1:{port} cannot be bound (Address already in use)" in said
+    assert "choose another port" in said
     assert "1 problems" in said
 
 

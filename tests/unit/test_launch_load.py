@@ -76,10 +76,8 @@ def test_a_number_is_a_name_too(minimal):
 
 @pytest.mark.parametrize("text", ["3e-4", "1e-5", "1_000", "12.50", "2026-11-26"])
 def test_a_name_that_looks_like_a_number_or_a_date_is_as_it_was_typed(minimal, text):
-    config = load_config(
-        minimal, ["--run.name", text, "--tracking.project", f'"{text}"', "--learner.warmup_steps", "1_0"]
-    )
-    assert (config.run.name, config.tracking.project, config.learner.warmup_steps) == (text, text, 10)
+    config = load_config(minimal, ["--run.name", text, "--model.recipe", f'"{text}"', "--learner.warmup_steps", "1_0"])
+    assert (config.run.name, Path(config.model.recipe).name, config.learner.warmup_steps) == (text, text, 10)
 
 
 @pytest.mark.parametrize("text", ["0x10", "1e3", "3e-4", "1_000", "true", "2026-11-26", "on"])

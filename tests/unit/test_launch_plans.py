@@ -163,8 +163,6 @@ def test_what_train_refuses_is_no_plan_and_a_config_that_it_refuses_has_none():
     with pytest.raises(ConfigError, match="would compute every layer again"):
         made(*again, "--learner.schedule", "zero_bubble")
     assert {each["learner"].schedule for each in possible(made(*one, *again))} == {"1f1b"}
-    split = possible(made(*one, "--learner.layers_per_chunk", "[1, 1]"))
-    assert {(each["learner"].num_stages, each["learner"].num_chunks) for each in split} == {(2, 1)}
     lags = possible(made(*one, "--buffer.capacity_trajectories", "800"))
     assert {each["weight_sync.max_lag"] for each in lags if each["weight_sync.publish_every"] == 1} == {0, 1, 2}
 

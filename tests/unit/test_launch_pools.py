@@ -86,9 +86,7 @@ FRONT_ON_GPU = '[pools.front]\nrole = "learner"\ncount = 1\ngpus = 1\n[pools.bac
         ('[pools.a]\nrole = "actors"\ngpus = 2\nresource = "GPU"\n', [], "pools.a.resource = 'GPU' is what Ray itself"),
         ('[pools.a]\nrole = "learner"\nresource = "CPU"\n', [], "pools.a.resource = 'CPU' is what Ray itself"),
         ('[pools.a]\nrole = "actors"\ntensor_parallel_size = 2\n', [], "pools.a.tensor_parallel_size = 2 needs"),
-        ("", ["--learner.device", "cuda"], "stages of learner reserve no GPU, so they would see none"),
         (FRONT_ON_GPU, [], "front 1, back 0: stages on GPUs and stages on CPUs do not train together"),
-        (FRONT_ON_GPU, ["--learner.device", "cuda"], "stages of back reserve no GPU"),
     ],
 )
 def test_pools_that_cannot_be_are_refused_before_anything_starts(load, tmp_path, sections, overrides, message):

@@ -54,8 +54,9 @@ def test_a_run_has_a_ranker_where_lengths_may_decide_who_gets_a_prompt(world, tm
     assert (0 if found is None else len(found.processes), world.started) == (num, num)
 
 
-def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_often(world, tmp_path):
-    found = start(world, tmp_path / "run", *BY_DEADLINE, "--launch.max_restarts", "1")
+def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_often(world, tmp_path, monkeypatch):
+    monkeypatch.setattr("planning.ranker_service.MAX_RESTARTS", 1)
+    found = start(world, tmp_path / "run", *BY_DEADLINE)
     (process,) = found.processes
     world.dead = {0}
     found.watch()

@@ -16,23 +16,21 @@ from ray.exceptions import RayActorError
 from launch.checks import check
 from launch.config import load_config
 from launch.processes import services as services_module
-from launch.processes.role_process import RunFailed
+from launch.processes.role_process import MAX_RESTARTS, RunFailed
 from launch.processes.services import BufferHost, WeightsHost
 
 ROOT = Path(__file__).parents[2]
-MAX_RESTARTS = 3
-"""launch.max_restarts as it is unless a run says otherwise."""
 
 
 class Service:
     """Stands for a role that serves; binds the port it is told, or one that no other process had."""
 
-    def __init__(self, role, log, service, config, run_id, folder, keys, is_cluster, *, variables, **_: object) -> None:
-        self.service, self.folder, self.run_id, self.keys = service, folder, run_id, keys
+    def __init__(self, role, log, service, given, host, keys, is_cluster, *, variables, **_: object) -> None:
+        self.service, self.folder, self.run_id, self.keys = service, given[-1], given[-2], keys
         self.variables = variables
         self.has_ended = self.is_killed = False
         self.cannot_bind = False
-        self.port = config.port
+        self.port = 0
         self.bind = SimpleNamespace(remote=lambda: self if self.cannot_bind else f"tcp://127.0.0.1:{self.port}")
         self.serve = SimpleNamespace(remote=lambda: self)
         self.stop = SimpleNamespace(remote=lambda: "stopped")
@@ -87,7 +85,7 @@ def test_the_weight_service_serves_the_runs_folder_and_its_address_is_known(weig
 
 
 def test_one_that_dies_is_started_again_on_its_folder_with_its_keys_and_told(weights):
-    run = weights("--launch.encryption", "on")
+    run = weights("--launch.host", "127.0.0.1")
     run.service.start(deadline=1e9)
     run.made[0].has_ended = True
     run.service.watch()
@@ -101,17 +99,9 @@ def test_one_that_dies_is_started_again_on_its_folder_with_its_keys_and_told(wei
     assert text.startswith("the weight service ended (")
 
 
-def test_one_that_dies_is_started_again_on_the_port_that_the_configuration_says(weights):
-    run = weights("--weight_sync.port", "4567")
-    run.service.start(deadline=1e9)
-    run.made[0].has_ended = True
-    run.service.watch()
-    assert [one.port for one in run.made] == [4567, 4567]
-
-
 @pytest.mark.parametrize("which", ["weights", "buffer"])
 def test_a_new_command_takes_any_port_for_another_program_may_have_the_one_of_before(weights, monkeypatch, which):
-    run = weights("--buffer.host", "127.0.0.1")
+    run = weights("--launch.host", "127.0.0.1")
     service, port = run.service, run.plan.weights_folder / "PORT"
     if which == "buffer":
         monkeypatch.setattr(services_module, "BufferClient", lambda *_, **__: SimpleNamespace(connect=lambda _: None))

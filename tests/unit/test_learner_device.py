@@ -59,14 +59,14 @@ class Kept:
         return tensor
 
 
-def kept_by_layers(family: str, precision: str, residual: str, num_layers: int) -> Kept:
+def kept_by_layers(family: str, precision: str, num_layers: int) -> Kept:
     """Of the middle of a model, that runs on tensors without data."""
     config = transformers.CONFIG_MAPPING[family](**SHAPES[family], num_hidden_layers=num_layers + 2, vocab_size=64)
     with FakeTensorMode():
         whole = AutoModelForCausalLM.from_config(config)
         stage = StageModule(whole, StageShare(1, 3, 1, 1 + num_layers), LogitRule(1.0))
         if precision == "bfloat16":
-            stage.compute_in_bfloat16(getattr(torch, residual))
+            stage.compute_in_bfloat16()
         stage._batch = SimpleNamespace(
             num_tokens=[TOKENS],
             positions_ML=torch.arange(TOKENS)[None],
@@ -78,17 +78,13 @@ def kept_by_layers(family: str, precision: str, residual: str, num_layers: int) 
     return kept
 
 
-@pytest.mark.parametrize(
-    ("precision", "residual"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
-)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", SHAPES)
-def test_what_a_layer_is_said_to_keep_is_what_autograd_saves_and_no_cast_of_a_weight_is_among_it(
-    family, precision, residual
-):
-    one, three = (kept_by_layers(family, precision, residual, num) for num in (1, 3))
+def test_what_a_layer_is_said_to_keep_is_what_autograd_saves_and_no_cast_of_a_weight_is_among_it(family, precision):
+    one, three = (kept_by_layers(family, precision, num) for num in (1, 3))
     model = transformers.CONFIG_MAPPING[family](**SHAPES[family])
     counted = (three.activations - one.activations) / 2 / TOKENS
-    assert kept_bytes(model, LearnerConfig(precision=precision, residual=residual)) == pytest.approx(counted, rel=0.03)
+    assert kept_bytes(model, LearnerConfig(precision=precision)) == pytest.approx(counted, rel=0.03)
     assert three.casts == one.casts == 0
 
 
@@ -179,9 +175,6 @@ def test_every_teacher_is_counted_by_its_own_size_and_the_largest_alone_where_th
     assert alone[1] > 3 * alone[0] > 0
     assert reference(teachers) == sum(alone)
     assert reference(teachers, "cpu") == alone[1]
-    with_layers = LearnerConfig(num_stages=2, layers_per_chunk=(4, student.num_hidden_layers - 4))
-    need = memory_need(student, with_layers, update_tokens=64, references=teachers)
-    assert need.parts["reference"] > 0, "the list is of the student, and its teachers have more layers"
 
 
 def test_all_stages_together_hold_every_weight_once():
@@ -242,10 +235,8 @@ def card(monkeypatch):
 def test_a_stage_that_has_reserved_a_gpu_never_trains_on_the_cpu_instead(card):
     card(False)
     assert device_of(LearnerConfig(), 0).type == "cpu"
-    assert device_of(LearnerConfig(gpus=1, device="cpu"), 0).type == "cpu"
-    for told in ({"gpus": 1}, {"device": "cuda"}):
-        with pytest.raises(ValueError, match=r"sees no GPU on this host: see leeway doctor"):
-            device_of(LearnerConfig(**told), 0)
+    with pytest.raises(ValueError, match=r"sees none on this host: see leeway doctor"):
+        device_of(LearnerConfig(gpus=1), 0)
     card(True)
     assert device_of(LearnerConfig(gpus=1), 1) == torch.device("cuda", 0)
 

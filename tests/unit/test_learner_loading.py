@@ -45,7 +45,7 @@ def test_a_stage_opens_only_the_files_of_its_own_tensors_and_holds_little_else(t
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {name: by_layer(name) for name in names}}))
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = status_kib("VmRSS")
-    stage = load(tmp_path, 20, 48, dtype=torch.float32, layers_per_chunk=[1] * 48)
+    stage = load(tmp_path, 20, 48, dtype=torch.float32)
     size_kib = sum(parameter.numel() for parameter in stage.parameters()) * 4 // 1024
     assert status_kib("VmHWM") - before < 4 * size_kib + 20_000
     assert torch.equal(stage.model.layers["20"].mlp.up_proj.weight, layer["model.layers.20.mlp.up_proj.weight"])

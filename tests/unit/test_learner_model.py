@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from common.hf_folder import HEAD
-from learner.config import LearnerConfig
 from learner.decoders import (
     FAMILIES,
-    StageShare,
     balance,
     check_served,
     cost_of,
@@ -22,9 +19,7 @@ from learner.decoders import (
     split_layers,
     unread_keys,
 )
-from learner.mesh import MeshPlace
 from learner.model import EMBEDDING, DeviceBatch, StageModule, check_checkpoint
-from learner.networks import load_chunks
 from tests.unit.small_models import (
     CPU,
     LENGTHS,
@@ -237,25 +232,6 @@ def test_the_cost_of_a_step_is_that_of_counting_every_product():
     windowed = cost_of(config_of("mistral", num_hidden_layers=1, vocab_size=1000, sliding_window=10))
     assert windowed[1] == 0
     assert windowed[0] == per_token + 3 * 2 * 2 * 4 * head_size * 10
-
-
-def test_layers_per_chunk_is_obeyed_or_refused_with_its_key(tmp_path):
-    config = config_of(num_hidden_layers=5)
-    assert split_layers(config, 3, layers_per_chunk=(1, 3, 1)) == [(0, 1), (1, 4), (4, 5)]
-    for wrong in [(1, 3), (1, 3, 2), (0, 4, 1)]:
-        with pytest.raises(ValueError, match=r"learner\.layers_per_chunk = .*the model has 5 layers"):
-            split_layers(config, 3, layers_per_chunk=wrong)
-    deeper = config_of(num_hidden_layers=9)  # a reference or teacher of another depth
-    assert split_layers(deeper, 3, layers_per_chunk=(1, 3, 1), frozen=True) == split_layers(deeper, 3)
-    folder = Model("llama", True).save(tmp_path)
-    assert load(folder, 1, 2, layers_per_chunk=(1, 2)).share == StageShare(1, 2, 1, 3)
-    AutoModelForCausalLM.from_config(deeper).save_pretrained(tmp_path / "deeper")
-    told = LearnerConfig(num_stages=2, layers_per_chunk=(1, 2))
-    mesh = SimpleNamespace(place=MeshPlace(1, num_stages=2))
-    (scoring,) = load_chunks(tmp_path / "deeper", "token", told, 1.0, mesh, CPU, frozen=True)
-    assert (scoring.share.first_layer, scoring.share.end_layer) == split_layers(deeper, 2)[1]
-    with pytest.raises(ValueError, match="the model has 9 layers"):
-        load_chunks(tmp_path / "deeper", "token", told, 1.0, mesh, CPU)
 
 
 def test_more_chunks_than_layers_are_refused(tmp_path):

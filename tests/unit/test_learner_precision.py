@@ -26,7 +26,6 @@ from tests.world.learner import SEED, alone, build, make_models, make_networks, 
 
 BF16 = torch.bfloat16
 BALANCE = TrajectoryBalanceConfig()
-RESIDUALS = [torch.float32, BF16]
 FAMILIES = [
     Model("llama", True),
     Model("qwen2", False, {**LOCAL, "use_sliding_window": True, "max_window_layers": 1}),
@@ -58,10 +57,10 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def rounded_stages(folder, total=2, residual=torch.float32, **options):
+def rounded_stages(folder, total=2, **options):
     stages = [load(folder, i, total, dtype=torch.float32, **options) for i in range(total)]
     for stage in stages:
-        stage.compute_in_bfloat16(residual)
+        stage.compute_in_bfloat16()
     return stages
 
 
@@ -71,11 +70,10 @@ def in_bf16(model, folder):
     return folder
 
 
-@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.name)
-def test_no_weight_is_cast_for_a_micro_batch_and_every_product_is_of_bfloat16(tmp_path, model, checkpointing, residual):
-    stages = rounded_stages(model.save(tmp_path), residual=residual, activation_checkpointing=checkpointing)
+def test_no_weight_is_cast_for_a_micro_batch_and_every_product_is_of_bfloat16(tmp_path, model, checkpointing):
+    stages = rounded_stages(model.save(tmp_path), activation_checkpointing=checkpointing)
     for stage in stages:
         stage.rule = replace(stage.rule, chunk_mib=7 * VOCABULARY * 4 / 2**20)
     named = [each for stage in stages for each in (*stage.named_parameters(), *stage.masters.items())]
@@ -90,14 +88,13 @@ def test_no_weight_is_cast_for_a_micro_batch_and_every_product_is_of_bfloat16(tm
     assert seen.casts == []
 
 
-@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.name)
-def test_log_probabilities_and_gradients_are_those_of_float64_within_what_bfloat16_resolves(tmp_path, model, residual):
+def test_log_probabilities_and_gradients_are_those_of_float64_within_what_bfloat16_resolves(tmp_path, model):
     folder = in_bf16(model, tmp_path)
     exact = load(folder)
     expected = run([exact], packed_batch())
     expected.sum().backward()
-    stages = rounded_stages(folder, residual=residual)
+    stages = rounded_stages(folder)
     found = run(stages, packed_batch())
     assert found.dtype == torch.float32
     found.sum().backward()
@@ -117,17 +114,16 @@ def note_dtypes(seen, _module, inputs, output):
     seen |= {inputs[0].dtype, output.dtype}
 
 
-def test_hidden_states_are_float32_or_as_the_engine_rounds_them(tmp_path):
+def test_hidden_states_are_float32(tmp_path):
     folder = Model("llama", False).save(tmp_path)
-    for residual in RESIDUALS:
-        first, _ = stages = rounded_stages(folder, residual=residual)
-        seen = set()
-        note = functools.partial(note_dtypes, seen)
-        for stage in stages:
-            for layer in stage.model.layers.values():
-                layer.register_forward_hook(note)
-        run(stages, packed_batch())
-        assert seen == {residual} == {first.states_dtype}
+    first, _ = stages = rounded_stages(folder)
+    seen = set()
+    note = functools.partial(note_dtypes, seen)
+    for stage in stages:
+        for layer in stage.model.layers.values():
+            layer.register_forward_hook(note)
+    run(stages, packed_batch())
+    assert seen == {torch.float32} == {first.states_dtype}
     assert load(folder).states_dtype == torch.float64
 
 
@@ -284,12 +280,11 @@ def test_a_reference_in_bfloat16_scores_as_the_policy_of_the_start_and_has_no_fl
     assert torch.equal(scores_T, networks.forward_only(on_device).logprobs_T)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
-def test_the_states_of_policy_reference_and_critic_are_as_the_config_says(networks_of, residual):
+def test_the_states_of_policy_reference_and_critic_are_float32(networks_of):
     algorithm = OffPolicyPPOConfig(baseline="critic", critic="model", kl_beta=0.1)
-    networks, reference = networks_of("untied", algorithm, residual=str(residual).removeprefix("torch."))
+    networks, reference = networks_of("untied", algorithm)
     modules = [module for network in networks.all for module in network.modules] + [*reference.pipelines[0].modules]
-    assert [module.states_dtype for module in modules] == [residual] * 3
+    assert [module.states_dtype for module in modules] == [torch.float32] * 3
 
 
 def test_value_heads_stay_float32_and_learn(networks_of):

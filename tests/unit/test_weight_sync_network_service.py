@@ -169,7 +169,7 @@ def test_an_uploaded_part_cannot_name_files_outside_of_its_version(machine: Mach
 
 def test_retention_leaves_a_version_alone_while_a_slow_reader_asks_for_it(tmp_path: Path):
     now = [0.0]
-    service = WeightService(CONFIG, RUN, tmp_path, read_expires_s=30.0, clock=lambda: now[0])
+    service = WeightService(RUN, tmp_path, read_expires_s=30.0, clock=lambda: now[0])
     service.bind()
     try:
         publish(tmp_path, 0)
@@ -228,7 +228,7 @@ def test_readers_that_never_get_through_keep_a_bounded_number_of_versions(served
 
 def test_sixty_four_clients_are_served_in_turn(tmp_path: Path, raw):
     publish(tmp_path / "fair", 0)
-    service = WeightService(CONFIG, RUN, tmp_path / "fair")
+    service = WeightService(RUN, tmp_path / "fair")
     address = service.bind()
     handshakes = service._rpc._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
@@ -319,12 +319,13 @@ def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine
     assert encode(client.part(v(0), 0)) == encode(part)
 
 
-def test_a_port_in_use_is_an_error_that_names_the_knobs(machine: Machine, tmp_path: Path, monkeypatch):
+def test_a_port_in_use_is_an_error_that_names_the_key(machine: Machine, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("common.rpc.server.BIND_RETRY_S", 0.0)
     port = int(machine.address.rsplit(":", 1)[1])
-    other = WeightService(machine.config.model_copy(update={"port": port}), RUN, tmp_path / "other")
+    other = WeightService(RUN, tmp_path / "other", host="127.0.0.1")
+    (tmp_path / "other" / "PORT").write_text(str(port))
     try:
-        with pytest.raises(TransferFailed, match=r"cannot bind .*Set \[weight_sync\] host and port"):
+        with pytest.raises(TransferFailed, match=r"cannot bind .*Set launch.host"):
             other.bind()
     finally:
         other.close()

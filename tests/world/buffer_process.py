@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where the store lies")
     parser.add_argument("--facts", help="RunFacts as JSON; needed to serve")
     parser.add_argument("--config", default="{}", help="the [buffer] section as JSON")
+    parser.add_argument("--host", help="address to bind; without it a Unix socket in the folder")
     parser.add_argument("--parent", type=int, help="process id: where that is not the parent any more, end at once")
     parser.add_argument("--verify", action="store_true", help="check the store instead of serving it")
     args = parser.parse_args()
@@ -47,7 +48,8 @@ def main() -> int:
         if args.verify:
             return _verify(args.folder)
         config = BufferConfig.model_validate_json(args.config)
-        return _serve(BufferService(config, RunFacts.model_validate_json(args.facts), args.folder), args.parent)
+        facts = RunFacts.model_validate_json(args.facts)
+        return _serve(BufferService(config, facts, args.folder, host=args.host), args.parent)
     except BufferError as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1

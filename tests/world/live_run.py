@@ -34,7 +34,6 @@ SMALL = [
     *("--task.num_heldout", "64"),
     *("--task.num_train", "512"),
     *("--actors.eval_every", "6"),
-    *("--actors.eval_problems", "32"),
 ]
 
 
