@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 ROTATE_BYTES = 64 * 2**20
 GAP_US, LONGEST_US = 1_000, 20_000_000
 """Intervals of generation closer than the first are one span, up to the length of the second, which a kill may lose."""
-STEP_TIMES = ("reference", "forward", "loss", "backward", "optimizer", "publish")
 TRACKS = {"phase": 1, "evaluate": 2, "step": 3, "wait_for_batch": 3, "generate": 4, "update": 5, "state": 6}
 TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates", "state")
 NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4}
@@ -157,11 +156,8 @@ class Trace:
         if wait_s > 0:
             waited = self._span("learner", "wait_for_batch", start_s - wait_s, start_s, "wait for batch")
             self._write(waited, step=row["step"])
-        args = {name: row.get(f"time/{name}") for name in STEP_TIMES}
-        args |= {name: row.get(name) or None for name in ("skipped", "restarts")}
-        args |= {"step": row["step"], "version": row["version"]}
+        args = {"step": row["step"], "version": row["version"]}
         args |= {"lag_mean": row.get("lag/token_mean"), "lag_max": row.get("lag/token_max")}
-        args["tokens"] = 0 if row.get("skipped") else row.get("batch/completion_tokens")
         self._write(self._span("learner", "step", start_s, end_s, f"step {row['step']}"), **args)
 
     def _actor(self, report: ActorReport) -> None:

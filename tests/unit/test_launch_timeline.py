@@ -43,7 +43,7 @@ def test_a_step_and_what_it_waited_for_are_spans_of_the_learner(tmp_path, clock)
     wait, step = lines(tmp_path / "t", "wait_for_batch", "step")
     assert (wait["who"], wait["what"], step["what"], step["step"]) == ("learner", "wait_for_batch", "step", 7)
     assert (wait["start_s"], wait["end_s"]) == (START_S + 1, START_S + 1.4)
-    assert (step["start_s"], step["end_s"], step["lag_mean"], step["forward"]) == (START_S + 1.4, START_S + 2, 1.5, 0.2)
+    assert (step["start_s"], step["end_s"], step["lag_mean"]) == (START_S + 1.4, START_S + 2, 1.5)
     assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "as a reader of unfinished arrays takes it"
 
 
