@@ -14,7 +14,7 @@ import tty
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -24,9 +24,6 @@ from launch.observe.status import Accuracy, RunStatus
 from launch.observe.view import TRAINING, View, failures, line
 from launch.run_folder import RunFolder
 from launch.text import number, printable
-
-if TYPE_CHECKING:  # with all sections, and torch: `leeway top` need not wait for it
-    pass
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Tripwires: alerts on what goes wrong without failing, checked at every poll.
 
     mismatch    an actor and the learner compute other log-probabilities of the same tokens at the same version
-    stuck       the learner takes updates and publishes none, or an actor serves one old version
+    stuck       the learner takes updates and publishes none
     behind      an actor stays more than max_actor_lag behind the newest published version
     publishing  published weights wait for something, such as space on the disk
     refused     an actor refused an update and keeps its version
@@ -174,22 +174,19 @@ class Tripwires:
             yield Trip("refused", name, f"{name} keeps version {served} and did not take an update: {report.refused}")
         self._refused[name] = report.refused
         yield from self._look_at_rewards(report)
-        is_old = served < self._newest and not evaluating
-        old_s = self._lasts("stuck", name, served if is_old else None, now)
-        is_behind = is_old and self._contract.is_behind(served, self._newest)
+        is_behind = not evaluating and served < self._newest and self._contract.is_behind(served, self._newest)
         behind_s = self._lasts("behind", name, "behind" if is_behind else None, now)
         if evaluating:
             return  # nothing begins and nothing ends
-        ended = f"{name} serves version {served}"
-        facts = f"{ended} and the newest published is {self._newest}"
         why = _because(report.refused, "; it refused ") or _because(report.waiting, "; it says: ")
         if silent_s > 2.0:
             why = f"; it has not answered for {silent_s:.0f} s"
-        stuck = f"{facts}; it has served that one for {old_s:.0f} s{why}"
-        bound = f"more than max_actor_lag = {self._contract.actor_lag} behind"
-        behind = f"{facts}; it has been {bound} for {behind_s:.0f} s{why}"
-        yield from self._hold("stuck", name, stuck if old_s >= STUCK_AFTER_S else "", None, ended)
-        yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", None, ended)
+        serves = f"{name} serves version {served}"
+        behind = (
+            f"{serves} and the newest published is {self._newest}; it has been more than max_actor_lag = "
+            f"{self._contract.actor_lag} behind for {behind_s:.0f} s{why}"
+        )
+        yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", None, serves)
 
     def _look_at_rewards(self, report: ActorReport) -> Iterator[Trip]:
         text = ""
@@ -209,7 +206,7 @@ class Tripwires:
         for name in names:
             for table in (self._reports, self._differences, self._refused):
                 table.pop(name, None)
-            for kind in ("mismatch", "stuck", "behind", "failing"):
+            for kind in ("mismatch", "behind", "failing"):
                 self._standing.pop((kind, name), None)
                 self._since.pop((kind, name), None)
 

@@ -177,25 +177,23 @@ def test_every_version_that_is_published_starts_the_time_anew():
         assert watched.looks(15, newest=newest, version=newest + 1) == []
 
 
-def test_an_actor_that_serves_one_old_version_all_the_time_is_told_with_what_it_refused():
+def test_an_actor_that_refuses_updates_is_told_with_what_it_refused_and_is_behind_in_time():
     watched = Watched(max_lag=4)
     old = report("actor-0", 3, refused="0.4: its checksum is not that of the manifest")
-    trips = watched.looks(30, old, report("actor-1", 4), newest=4)
-    assert kinds(trips) == [("refused", "actor-0"), ("stuck", "actor-0")]
-    assert trips[1].action is None
-    assert "it has served that one for 20 s" in trips[1].text
-    assert "it refused 0.4: its checksum" in trips[1].text
-    assert kinds(watched.looks(2, report("actor-0", 4), newest=4)) == [("stuck_ended", "actor-0")]
+    assert kinds(watched.looks(30, old, report("actor-1", 4), newest=4)) == [("refused", "actor-0")]
+    (trip,) = watched.looks(9, old, report("actor-1", 5), newest=5)
+    assert (trip.kind, trip.who) == ("behind", "actor-0")
+    assert "it refused 0.4: its checksum" in trip.text
 
 
-def test_an_actor_that_takes_every_version_late_is_not_stuck():
+def test_an_actor_that_takes_every_version_late_is_not_behind():
     watched = Watched()
     assert [
         trip for version in range(9) for trip in watched.looks(15, report("actor-0", version), newest=version + 1)
     ] == []
 
 
-def test_an_evaluation_does_not_make_an_actor_stuck_or_behind():
+def test_an_evaluation_does_not_make_an_actor_behind():
     watched = Watched()
     assert watched.looks(60, report("actor-0", 3), newest=9, evaluating=True) == []
     assert watched.looks(4, report("actor-0", 3), newest=9) == [], "the time begins after it"
