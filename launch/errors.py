@@ -53,9 +53,9 @@ _NO_LIBRARIES = frozenset({"benchmarks", "conftest", "docs", "examples", "script
 
 
 def hiding_module(*folders: str, names: Container[str] = ()) -> str:
-    """Return a sentence on a file in these folders or PYTHONPATH that Python imports in place of another; else "".
+    """Return a sentence on a file in these folders or PYTHONPATH that hides a module; else "". Imports nothing.
 
-    `names` are those that matter; without any the modules of Python, of Leeway and of libraries. Imports nothing.
+    `names` are the modules that matter; without any those of Python, of Leeway and of libraries.
     """
     home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     asked = [os.path.abspath(each) for each in (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if each]
@@ -78,9 +78,9 @@ def hiding_module(*folders: str, names: Container[str] = ()) -> str:
 
 
 def open_streams() -> None:
-    """Have standard streams that are closed lead nowhere, and write "?" for what the encoding of the output lacks."""
+    """Open closed standard streams on /dev/null, and write "?" for characters that the output's encoding lacks."""
     while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(nowhere, True)  # else the next file that is opened would take what is printed
+        os.set_inheritable(nowhere, True)  # else the next file that is opened would receive the output
     os.close(nowhere)
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
@@ -90,10 +90,10 @@ def open_streams() -> None:
 
 
 def failed(error: Exception, status: int) -> int:
-    """Say in a sentence why the command ends, and return its exit status; the given one if its reader has seen enough.
+    """Print why the command ends, and return its exit status; the given one if the output's reader has closed it.
 
     Raises:
-        Exception: the error, if it is none of a config, a library, or a file.
+        Exception: the error, if it is not of a config, a library or a file.
     """
     if isinstance(error, ConfigError):
         return refuse(error, ExitStatus.WRONG_INPUT)
@@ -103,7 +103,7 @@ def failed(error: Exception, status: int) -> int:
     if not isinstance(error, OSError):
         raise error
     try:
-        sys.stdout.write("\n")  # is it the output that cannot be written?
+        sys.stdout.write("\n")  # fails if the output is what cannot be written
         sys.stdout.flush()
     except OSError as lost:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -124,20 +124,17 @@ def _broken_library(error: BaseException) -> str:
 
 
 class Stopped(BaseException):
-    """The run ends at once. Not an Exception, or a library that catches all of those would catch it too."""
+    """The run ends at once. Not an Exception, which a library might catch."""
 
 
 END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Requests to end a run: Ctrl-C, a closed terminal, and what job managers send, before the time limit or at it."""
 SAME_REQUEST_S = 0.3
-"""Signals within so long of the first are one request: `timeout` sends its own twice, systemd SIGTERM and SIGHUP."""
+"""Seconds after the first signal in which others are the same request: systemd sends SIGTERM and SIGHUP."""
 
 
 class Interrupts:
-    """Counts the requests to end by `END_SIGNALS`; SIGHUP unless the command was told to ignore it, as by nohup.
-
-    While training, the first asks for an orderly end; any other ends now.
-    """
+    """Counts requests to end by `END_SIGNALS`. While training, the first asks for an orderly end; others end now."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Install no handler yet. `clock` is monotonic seconds."""
@@ -147,7 +144,7 @@ class Interrupts:
         """Requests for an orderly end are followed; see `go_on`."""
         self.ending = False
         self._first_s = 0.0
-        """When the first came, by the clock."""
+        """Time of the first, by the clock."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -160,7 +157,7 @@ class Interrupts:
         return self
 
     def end(self) -> None:
-        """From here on the processes are being ended."""
+        """Count signals only: the processes are being ended."""
         self.ending = True
 
     def __exit__(self, *error: object) -> None:
@@ -168,10 +165,10 @@ class Interrupts:
             signal.signal(number, handler)
 
     def go_on(self) -> None:
-        """Between two phases, before anything that was asked to end begins.
+        """Check for a request between two phases.
 
         Raises:
-            Stopped: a signal came while nothing could be raised, as in a callback of C code, where Python drops it.
+            Stopped: a signal came where Python drops exceptions, as in a callback of C code.
         """
         if self.count and not self.training:
             raise Stopped

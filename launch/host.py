@@ -1,4 +1,4 @@
-"""This machine as runs use it: modes of files, logs by which processes are found, Ray's folders, who answers where."""
+"""This machine as runs use it: modes and places of files, processes of runs, limits, and addresses that answer."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _ROLE_LOG = re.compile(r"(buffer|weights|ranker|stage|actor)\.\d+\.log")
 
 
 def keep_files_private() -> None:
-    """From now on whatever this process writes, and those that it starts, is readable by its owner only."""
+    """Make all files that this process and its children write from now on readable by their owner alone."""
     os.umask(_OWNER_ONLY)
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """The same for the length of a block."""
+    """Do the same within a block."""
     earlier = os.umask(_OWNER_ONLY)
     try:
         yield
@@ -56,7 +56,7 @@ def private_files() -> Iterator[None]:
 
 def configure_logging(file: Path | None = None) -> None:
     """Send this process's log records to a file, or to its standard error."""
-    # a log that cannot be written, as on a full disk, is not worth a page on the terminal for each line
+    # else each line that a full disk refuses prints a traceback
     logging.raiseExceptions = False
     handler = logging.FileHandler(file) if file is not None else logging.StreamHandler(sys.stderr)
     logging.basicConfig(
@@ -74,22 +74,22 @@ class FoundProcess(NamedTuple):
 
 
 def role_processes() -> Iterator[FoundProcess]:
-    """All of this machine that this user can see, of all runs.
+    """Yield the role processes of all runs on this machine that this user can see.
 
-    Neither this command nor who started it: a shell may have its output in a log too.
+    Leaves out this command and its parents: the output of a shell may be a log too.
     """
     mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         try:
             output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-        except OSError:  # gone, or somebody else's
+        except OSError:  # it has exited, or is another user's
             continue
         if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in mine:
             yield FoundProcess(output.parent.parent, output.stem, process)
 
 
 def ourselves(*arguments: str, first: str = "pass") -> list[str]:
-    """The command of `leeway` as it runs here, whatever lies in the current folder or is installed.
+    """Return the command line of this `leeway`, independent of the current folder and of what is installed.
 
     `first` is Python that its process runs before all else.
     """
@@ -99,28 +99,28 @@ def ourselves(*arguments: str, first: str = "pass") -> list[str]:
 
 
 def check_folder() -> None:
-    """See that no module is hidden: Ray has every worker look first in the folder that the command was started in.
+    """Check that no file hides a module: Ray's workers import from the folder of the command first.
 
     Raises:
-        ConfigError: names the file that hides one, there or in PYTHONPATH.
+        ConfigError: names the file, there or in PYTHONPATH.
     """
     if hidden := hiding_module(os.getcwd()):
         raise ConfigError(hidden)
 
 
 def sessions_folder() -> Path:
-    """Where Ray's sessions lie: Ray opens its own folders to everybody of the machine, so they are in one of this user.
+    """Return the folder of Ray's sessions, in one of this user: Ray opens its own folders to all users.
 
-    Near the root, for the sockets in it have long names; RAY_TMPDIR moves it.
+    It is near the root, because a socket's path is limited and names in it are long; RAY_TMPDIR moves it.
     """
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"leeway-{os.geteuid()}-ray" / "r"
 
 
 def make_sessions_folder() -> Path:
-    """The same, made where it is not there, without the sessions of commands that were killed.
+    """Create that folder and remove sessions of killed commands from it.
 
     Raises:
-        OSError: it cannot be made, or the folder around it is somebody else's or open to others.
+        OSError: it cannot be created, or the folder around it is another user's or open to others.
     """
     folder = sessions_folder()
     _make_private(folder.parent)
@@ -144,14 +144,14 @@ def _make_private(folder: Path) -> None:
 
 
 def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have libraries write to a folder of this user's own where there is no home folder, or it cannot be written.
+    """Have libraries write to a spare folder of this user if there is no home folder, or it cannot be written.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: neither can be written.
     """
     home, spare = os.path.expanduser("~"), sessions_folder().parents[1] / f"leeway-{os.geteuid()}-home"
     environment.setdefault("HOME", home)
-    if not environment.get("LOGNAME"):  # for the machine may not know this user, as in a container
+    if not environment.get("LOGNAME"):  # a container may not know this user
         environment.setdefault("USER", f"user-{os.geteuid()}")
     is_there = os.path.isabs(home) and os.path.isdir(home)
     parts = [nearest_existing(Path(home, part)) for part in (".cache", ".config", ".ray")]
@@ -196,13 +196,13 @@ def low_limits(num_workers: int = 2) -> str:
 
 
 def current_folder() -> Path:
-    """Return the current folder, as the shell was told to go there."""
+    """Return the current folder by the path that the shell has for it."""
     named = Path(os.environ.get("PWD", "."))
     return named if named.is_absolute() and named.is_dir() and named.samefile(".") else Path.cwd()
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or the first of its parents that is there."""
+    """Return the folder, or the nearest of its parents that exists."""
     found = folder.absolute()
     while not found.exists() and found != found.parent:
         found = found.parent
@@ -210,14 +210,14 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def _is_quiet(session: Path) -> bool:
-    """Has nothing written there for an hour? Containers may share the folder, and not see each other's processes."""
-    with contextlib.suppress(FileNotFoundError):  # another command that starts removes it, or its process writes
+    """Return whether nothing was written there for an hour: containers may share it without seeing other processes."""
+    with contextlib.suppress(FileNotFoundError):  # another command removes it, or its process writes
         return time.time() - max(file.lstat().st_mtime for file in (session, *session.glob("logs/*"))) > _QUIET_S
     return False
 
 
 def answers(address: str, limit_s: float = CONNECT_S) -> bool:
-    """Does somebody listen at HOST:PORT who takes a connection in this time?"""
+    """Return whether HOST:PORT accepts a connection in this time."""
     host, _, port = address.rpartition(":")
     try:
         with contextlib.closing(socket.create_connection((address_of(host, limit_s), int(port)), timeout=limit_s)):
@@ -227,7 +227,7 @@ def answers(address: str, limit_s: float = CONNECT_S) -> bool:
 
 
 def cannot_bind(host: str, port: int) -> str:
-    """Why nothing can listen there now; "" where it can."""
+    """Return why nothing can listen there now, or ""."""
     try:
         address = address_of(host)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
@@ -243,7 +243,7 @@ def wandb_host(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def has_wandb_login(environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home) -> bool:
-    """Is there a login for that server where its own library looks for one? It is not proved, and no process starts."""
+    """Return whether wandb would find a login for its server; it is not verified."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = Path(environment.get("WANDB_CONFIG_DIR") or home() / ".config" / "wandb") / "settings"

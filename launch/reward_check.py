@@ -272,8 +272,11 @@ def show(check: RewardCheck) -> None:
     for name, own in check.by_function().items():
         for row in dict.fromkeys(result.row for result in own):
             table.add_row(name, row, *_figures([each for each in own if each.row == row]))
-        first_of_kind = {result.error: result for result in reversed(own) if result.error}
-        for result in list(reversed(first_of_kind.values()))[:NUM_EXAMPLES]:
+        first_of_kind: dict[str, Result] = {}
+        for result in own:
+            if result.error:
+                first_of_kind.setdefault(result.error, result)
+        for result in [*first_of_kind.values()][:NUM_EXAMPLES]:
             prompt = shortened(check.problems[result.problem].text, 2 * _SHOWN_CHARACTERS)
             examples.append(f"FAILED   {name}, {result.kind}: {result.error}")
             text = shortened(result.text, _SHOWN_CHARACTERS)

@@ -1,4 +1,4 @@
-"""Texts for people: figures, what a terminal can show, and token ids where the run has a tokenizer."""
+"""Figures, texts and token ids as a terminal shows them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def gib(size_bytes: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """A figure; a dash where it does not apply."""
+    """Return a figure; a dash for None."""
     if value is None:
         return "-"
     return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
 
 
 def share_of(part: int, whole: int) -> str:
-    """In percent; never 0% of something, and never 100% of what is not all."""
+    """Return a percentage: never 0% of something, nor 100% of less than all."""
     percent = 100 * part / whole if whole else 0.0
     if part and percent < 0.1:
         return "under 0.1%"
@@ -40,13 +40,13 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str, most: int = MAX_TEXT) -> str:
-    """At most that many characters of the text, with what would move the cursor, or not show, escaped."""
+    """Return at most that many characters of a text, with those that do not print escaped."""
     rest = f" ... and {len(text) - most} more characters" if len(text) > most else ""
     return _escaped(text[:most]) + rest
 
 
 def shortened(text: str, most: int) -> str:
-    """The same for a cell of a table."""
+    """Do the same for a cell of a table."""
     return f"{_escaped(text[:most])}..." if len(text) > most else _escaped(text)
 
 
@@ -55,7 +55,7 @@ def _escaped(text: str) -> str:
 
 
 class TextOf:
-    """Decodes token ids with the tokenizer of the run that a buffer belongs to; it is loaded at the first use."""
+    """Decodes token ids with the tokenizer of the run of a buffer, loaded at the first use."""
 
     def __init__(self, buffer_folder: Path) -> None:
         self._run = buffer_folder.resolve().parent
@@ -77,7 +77,7 @@ class TextOf:
         return None
 
     def _folders(self) -> Iterator[Path]:
-        """Where a model of the run may lie: exported, or where it came from."""
+        """Yield the folders that may hold the model: exported, or its source."""
         yield self._run / "model"
         try:
             model = tomllib.loads((self._run / "config.toml").read_text(encoding="utf-8"))["model"]
@@ -96,7 +96,7 @@ class TextOf:
 
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[str, float | None], None]]:
-    """One line on the standard error that says what is done, and how much of it; nothing where that is no terminal."""
+    """Show progress in one line of the standard error if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
