@@ -8,10 +8,10 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 176,
-    "lines": 45_689,
-    "lines without planning": 40_260,
+    "lines": 45_687,
+    "lines without planning": 40_258,
     "lines of buffer": 7_890,
-    "lines of launch": 11_965,
+    "lines of launch": 11_963,
     "lines of shell": 910,
     "lines of the report's page": 422,
     "lines of examples": 1_025,
