@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,27 +36,16 @@ from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FinishedRun
 from benchmarks.overlap import GROUPS_PER_STEP, NUM_WARMUP, train_on_cores
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
+from tests.constants import environment as constants
 
 PAGE = RESULTS / "scoring.md"
-IN_STEP = ("--learner.score_while_waiting", "false")
+IN_STEP = constants({"learner.coordinator._SCORE_POLL_S": 1e6})
+"""Of processes that never ask for samples to score while they wait."""
 FEW = ("--actors.max_running_samples", "8")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Arguments of the two runs of a pair."""
-
-    both: tuple[str, ...]
-    in_step: tuple[str, ...]
-    """Of the run that scores in the step, besides."""
-    before: tuple[str, ...]
-    """Of the one that scores before it."""
-
-
-PAIRS: Mapping[str, Pair] = {
-    "synchronous": Pair(("--weight_sync.max_lag", "0"), IN_STEP, ()),
-    "generation_bound": Pair(FEW, IN_STEP, ()),
-}
+PAIRS: Mapping[str, tuple[str, ...]] = {"synchronous": ("--weight_sync.max_lag", "0"), "generation_bound": FEW}
+"""Arguments of the two runs of each: one scores in the step, the other before it."""
 AT_LEAST = {"step_over_bound": 0.9}
 AT_MOST = {"reference_share": 0.02}
 
@@ -100,11 +90,12 @@ def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, tupl
     """
     config = write_setting(folder / "setting", setting)
     found = {}
-    for name, pair in PAIRS.items():
+    for name, arguments in PAIRS.items():
         runs = []
-        for side, own in (("step", pair.in_step), ("before", pair.before)):
+        for side, variables in (("step", IN_STEP), ("before", {})):
             log = folder / f"{name}-{side}-{number}.log"
-            run = train_on_cores(config, log, (*pair.both, *own))
+            with mock.patch.dict(os.environ, variables):
+                run = train_on_cores(config, log, arguments)
             runs.append(figures_of(run, setting.num_warmup))
             shown = {key: round(value, 3) for key, value in runs[-1].items()}
             print(f"round {number + 1}, {name}, {side}: {json.dumps(shown)}", file=sys.stderr, flush=True)

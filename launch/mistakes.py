@@ -22,7 +22,6 @@ IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("learner.gpu_memory_share", "learner.gpus", lambda c: c.learner.gpus or c.pools),
     ("learner.lr_schedule", "learner.warmup_steps", lambda c: c.learner.warmup_steps < c.learner.num_steps),
     ("learner.reference_offload", "algorithm.type", lambda c: c.algorithm.needs.reference),
-    ("learner.score_while_waiting", "algorithm.type", lambda c: c.algorithm.needs.reference),
     ("model.reference_path", "algorithm.type", lambda c: c.algorithm.needs.reference),
     ("weight_sync.on_stale", "weight_sync.max_lag", lambda c: c.weight_sync.max_lag != "unbounded"),
     ("task.heldout_share", "task.heldout_path", lambda c: c.task.heldout_path is None),

@@ -65,9 +65,6 @@ class LearnerConfig(BaseModel):
     reference_offload: Literal["none", "cpu", "disk"] = Knob(
         "none", "Where the frozen reference model is kept while a step trains."
     )
-    score_while_waiting: bool = Knob(
-        True, "Score what has arrived while waiting for a batch; scores then differ by rounding from run to run."
-    )
     learning_rate: PositiveFloat = Knob(1e-5, "Peak learning rate.", basic=True)
     critic_learning_rate: PositiveFloat | None = Knob(
         None, "Peak learning rate of a critic: of its model, or of the value head. Unset: as above."

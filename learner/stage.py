@@ -148,7 +148,8 @@ class Stage:
         critic = context.config.algorithm.needs.critic
         self._networks = load_networks(context.model_path, config, critic, context.temperature, mesh, device)
         self._reference = build_reference(context, mesh, device)
-        self._scores_ahead = config.score_while_waiting and context.config.algorithm.needs.reference
+        # how samples are packed for it depends on when they come, and runs in float64 are for being compared
+        self._scores_ahead = context.config.algorithm.needs.reference and config.precision != "float64"
         # a share that loads slowly is none that is lost: no collective of training may begin before all are there
         self._ranks.say("")
         logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())

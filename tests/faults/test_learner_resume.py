@@ -38,7 +38,7 @@ class Recorded:
     def __init__(self, folder: Path, kind: str, **config) -> None:
         self.algorithm, options, self.updates_per_step = KINDS[kind]
         # how what is scored ahead is packed depends on when it is, and its scores by rounding on that
-        exact = {"score_while_waiting": False}
+        exact = {"precision": "float64"}
         self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **exact, **options, **config}
         self.folder = folder
         record(folder / "recorded", NUM_STEPS, self.updates_per_step)

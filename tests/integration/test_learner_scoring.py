@@ -67,8 +67,8 @@ def test_what_is_ready_is_scored_before_its_batch_is_complete_and_the_step_score
     assert 0 < report["time/scored_ahead"] < report["time/wait_for_batch"]
 
 
-def test_a_learner_that_is_told_not_to_score_ahead_leaves_all_of_it_to_the_step(run, actor):
-    run.start(num_steps=1, score_while_waiting=False)
+def test_a_learner_in_float64_leaves_all_scores_to_the_step(run, actor):
+    run.start(num_steps=1, precision="float64")
     *early, late = samples(actor, GROUPS_PER_STEP)
     for sample in [sample for group in early for sample in group]:
         actor.push(sample).result(60)

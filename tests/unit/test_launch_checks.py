@@ -320,7 +320,7 @@ def test_a_key_that_does_not_act_beside_the_others_is_named_by_the_dry_run(capsy
     [
         ({"learner.lr_schedule": "cosine"}, {"learner.warmup_steps": "400", "learner.num_steps": "400"}),
         (
-            {"learner.reference_offload": "cpu", "learner.score_while_waiting": "false"},
+            {"learner.reference_offload": "cpu"},
             {"algorithm": '{type = "off_policy_ppo"}'},
         ),
         ({"algorithm.beta_steps": "9000"}, {"algorithm.beta_final": "0.2"}),

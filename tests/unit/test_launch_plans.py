@@ -450,7 +450,7 @@ def test_scores_belong_to_the_learner_unless_it_has_no_reference_or_scorers_do_i
     scores = world_of(load_config(DEMO, ["--learner.num_stages", "2"]), found).scores
     assert (scores.token_s, scores.ahead_token_s) == (2e-4, 4e-4)
     assert scores.round_tokens >= 2 * load_config(DEMO).learner.token_budget
-    never = ["--learner.score_while_waiting", "false"]
+    never = ["--learner.precision", "float64"]
     assert world_of(load_config(DEMO, never), found).scores.round_tokens == 0
 
 
