@@ -5,8 +5,6 @@ Objective:
     delta_j  = sg[log Z(x)] + log pi(y_j|x) - log pi_ref(y_j|x) - r_j / beta
     L        = mean over prompts and j of delta_j^2
     Its minimum is pi*(y|x) proportional to pi_ref(y|x) * exp(r / beta), whatever data it is taken on.
-    Proximal, eta > 0: the same with pi_ref^beta * mu^eta * exp(r), to the power 1 / (beta + eta), in place of
-    pi_ref * exp(r / beta). A step of mirror descent from mu: its optimum is pi* only as mu follows pi.
 
 Estimator:
     With R_j = r_j - beta * log(pi / pi_ref)(y_j), token t of completion j has the gradient
@@ -24,7 +22,7 @@ What we left out:
     A learned log Z, and sub-trajectory (per-token) balance.
 
 References:
-    Trajectory Balance with Asynchrony, arXiv 2503.18929, equations 4-6, which has neither w nor eta.
+    Trajectory Balance with Asynchrony, arXiv 2503.18929, equations 4-6, which has no w.
     VarGrad: arXiv 2010.10436.
 """
 
@@ -32,7 +30,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedGroupSection, weigh_gradient
@@ -50,10 +48,6 @@ class TrajectoryBalanceConfig(WeighedGroupSection):
         default=0, description="Optimizer steps (updates) of the linear way from beta to beta_final."
     )
 
-    eta: NonNegativeFloat = Field(
-        default=0.0, description="Strength of the pull towards the policy that sampled (proximal trajectory balance)."
-    )
-
     @model_validator(mode="after")
     def _a_schedule_needs_both_ends(self) -> TrajectoryBalanceConfig:
         if (self.beta_final is None) != (self.beta_steps == 0):
@@ -69,7 +63,7 @@ class TrajectoryBalanceConfig(WeighedGroupSection):
             groups=True,
             prompts=self.compare == "prompt",
             reference=True,
-            behaviour=bool(self.corrections) or self.eta > 0,
+            behaviour=bool(self.corrections),
             separable=self.compare,
         )
 
@@ -90,11 +84,8 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
     beta = config.beta_at(inputs.step)
     log_ratio_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.reference_logprobs_T)
-    # delta + log Z, in nats: without eta it is log_ratio_B - r / beta
-    distance_B = (beta * log_ratio_B - inputs.rewards_B) / (beta + config.eta)
-    if config.eta > 0:
-        log_rho_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.behaviour_logprobs_T)
-        distance_B = distance_B + config.eta / (beta + config.eta) * log_rho_B
+    # delta + log Z, in nats
+    distance_B = log_ratio_B - inputs.rewards_B / beta
     log_z_B = -inputs.mean_per_group(distance_B.detach())
     delta_B = log_z_B + distance_B
     # every sample of a group carries its group's mean, so dividing by the group's size weighs prompts alike

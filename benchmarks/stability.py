@@ -116,8 +116,6 @@ ROWS = (
     _unweighted("trajectory_balance"),
     _candidate("trajectory_balance, weights, ess_budget 0.5", "--learner.ess_budget", "0.5"),
     _candidate("trajectory_balance, no weights, ess_budget 0.5", *NONE, "--learner.ess_budget", "0.5"),
-    _candidate("trajectory_balance, no weights, anchor (eta 1)", *NONE, "--algorithm.eta", "1.0"),
-    _candidate("trajectory_balance, weights and anchor (eta 0.3)", "--algorithm.eta", "0.3"),
     _candidate("trajectory_balance, weights up to 1", "--algorithm.corrections", '[{type = "token_tis", cap = 1.0}]'),
     _candidate("trajectory_balance, raw weights in [0.5, 5], else 0", "--algorithm.corrections", '["icepop"]'),
     _candidate("trajectory_balance, weights of sequences", "--algorithm.corrections", '["sequence_tis"]'),

@@ -198,7 +198,6 @@ class BalanceLoop(_Loop):
     def __init__(self, model_path: Path, algorithm: TrajectoryBalanceConfig, config: LearnerConfig) -> None:
         """Of a checkpoint, which is the reference too, with the learner's attention."""
         assert not algorithm.corrections
-        assert algorithm.eta == 0
         super().__init__(model_path, config, IMPLEMENTATION)
         self._beta = algorithm.beta
         self._reference = copy.deepcopy(self.model).requires_grad_(requires_grad=False)

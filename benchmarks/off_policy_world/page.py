@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from benchmarks.lib.figure import drawn
 from benchmarks.lib.page import table, write_page
 from benchmarks.off_policy_world.training import (
-    ETA,
     GROUP_SIZE,
     LAGS,
     LEARNING_RATES,
@@ -43,7 +42,6 @@ Means = dict[str, dict[str, float | None]]
 WANTED_KL = 1e-3
 """Of trajectory balance at lags 0 to 16, and as it ships on uniform data too."""
 TB = "trajectory_balance"
-PROXIMAL = f"{TB}+proximal"
 OAPL = ("oapl", "oapl+log_mean_exp", "oapl+unweighted")
 PPO = "off_policy_ppo"
 NAIVE = f"{PPO}+naive"
@@ -189,8 +187,8 @@ all cells.
 samples in all), {NUM_MINIBATCHES} minibatches x {NUM_EPOCHS} epochs = {UPDATES_PER_DRAW} updates a draw, with pi_prox \
 fixed at its start, as the learner does it. The losses are those of `algorithms`, called through its registry. \
 Corrections and other knobs stand at their defaults (token_tis for all losses); PPO has kl_beta = {BETA} in its \
-reward, sigmoid DPO and OAPL the same beta, IPO 0.1 (its beta sets a pair's margin, 1 / (2 beta) = 5), proximal \
-trajectory balance eta = {ETA}, `distillation` has pi* for a teacher, `+maxrl` rewards from 0 on and its KL in the \
+reward, sigmoid DPO and OAPL the same beta, IPO 0.1 (its beta sets a pair's margin, 1 / (2 beta) = 5), \
+`distillation` has pi* for a teacher, `+maxrl` rewards from 0 on and its KL in the \
 loss (its optimum is another), `+entropy` a bonus of 0.01, and the rule on the effective sample size a budget of 0.5 \
 and `scale_lr`. Optimizer as the learner's defaults; the learning rate falls to 0 on a cosine. Its peak is chosen for \
 each row from \
@@ -255,7 +253,6 @@ def _growth(by_lag: dict[str, float | None], lag: str) -> str:
 def _wanted(outcomes: Outcomes, kl: Means, reference_kl: float) -> str:
     bounded = [lag for lag in LAGS if lag.isdecimal()]
     shipped = "; ".join(_against(kl[TB], lag) for lag in [*bounded, "uniform"])
-    proximal = "; ".join(_against(kl[PROXIMAL], lag) for lag in bounded)
     first = "; ".join(f"`{name}` {_figure(kl[name]['first'])}" for name in OAPL)
     costs = "; ".join(f"{_heading(lag)}: {_growth(kl[NAIVE], lag)} against {_growth(kl[PPO], lag)}" for lag in LAGS[1:])
     pairs = [pair for lag in LAGS[1:] for pair in zip(outcomes[NAIVE][lag], outcomes[PPO][lag], strict=True)]
@@ -264,7 +261,6 @@ def _wanted(outcomes: Outcomes, kl: Means, reference_kl: float) -> str:
     )
     return f"""\
 - Trajectory balance as it ships reaches KL(pi || pi*) below {WANTED_KL:g}: {shipped}.
-- So does proximal trajectory balance up to lag 16: {proximal}.
 - OAPL comes to its own optimum from data of the first policy alone, where that is pi*; the reference is \
 {reference_kl:.2f} away: {first}.
 - Naive PPO degrades with lag, and the decoupled one less. KL over that at lag 0, naive against decoupled: \

@@ -53,7 +53,6 @@ MAX_GRAD_NORM = 1.0
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 """Each row takes the one with which its KL at lag 0 is least (off_policy.py --tune)."""
 GROUP_SIZE = 8
-ETA = BETA / 5
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ def _dpo(name: str, learning_rate: float, **keys: Any) -> Row:  # noqa: ANN401
 ROWS = (
     Row("trajectory_balance", TrajectoryBalanceConfig(beta=BETA), 1e-2),
     Row("trajectory_balance+unweighted", TrajectoryBalanceConfig(beta=BETA, corrections=()), 1e-2),
-    Row("trajectory_balance+proximal", TrajectoryBalanceConfig(beta=BETA, eta=ETA), 1e-2),
     _dpo("", 1e-3, beta=BETA),
     # beta is another thing here: it sets the margin of a pair to 1 / (2 * beta)
     _dpo("+ipo", 1e-3, beta=0.1, variant="ipo"),

@@ -58,7 +58,7 @@ SCHEDULES = {
 MOST_HELD = {"fused_held_3": 3, "fused_held_2": 2}
 """Micro-batches, where it is fewer than a stage of fused passes keeps otherwise."""
 ALGORITHMS: dict[str, AlgorithmConfig] = {
-    "balance": TrajectoryBalanceConfig(eta=0.3),
+    "balance": TrajectoryBalanceConfig(),
     "dpo": OnlineDPOConfig(),
     "ppo": OffPolicyPPOConfig(corrections=("token_tis",), kl_beta=0.1, kl_in="loss"),
     "oapl": OAPLConfig(),

@@ -28,8 +28,6 @@ GROUP_CONFIGS = {
     "tb of prompts": TrajectoryBalanceConfig(beta=0.3, compare="prompt"),
     "tb without weights": TrajectoryBalanceConfig(beta=0.3, corrections=[]),
     "tb by sequences": TrajectoryBalanceConfig(beta=0.3, corrections=[{"type": "sequence_tis", "cap": 1.2}]),
-    "proximal tb": TrajectoryBalanceConfig(beta=0.3, eta=0.5),
-    "proximal tb without weights": TrajectoryBalanceConfig(beta=0.3, eta=0.5, corrections=[]),
     "oapl": OAPLConfig(beta=0.4),
     "oapl of prompts": OAPLConfig(beta=0.4, beta_value=0.9, compare="prompt"),
     "oapl without weights": OAPLConfig(beta=0.4, corrections=[]),

@@ -12,7 +12,6 @@ from algorithms.registry import loss_for
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from tests.unit.loss_batches import (
     ANSWERS,
-    evaluate,
     gradient,
     make_inputs,
     mates_of,
@@ -116,19 +115,6 @@ def test_on_policy_its_expected_gradient_is_that_of_the_kl_to_the_optimal_policy
     torch.testing.assert_close(expected_V, kl_slope_V, rtol=0, atol=1e-12)
 
 
-def test_an_anchor_is_trajectory_balance_towards_a_mixture_of_reference_and_sampler():
-    """pi_ref^beta mu^eta exp(r), to the power 1 / (beta + eta): a reference of its own, at the temperature of both."""
-    inputs, eta = make_inputs(), 0.5
-    mixed_T = (BETA * inputs.reference_logprobs_T + eta * inputs.behaviour_logprobs_T) / (BETA + eta)
-    plain = TrajectoryBalanceConfig(beta=BETA + eta, corrections=[])
-    wanted = evaluate(plain, replace(inputs, reference_logprobs_T=mixed_T))
-    loss, slope_T, _, metrics = evaluate(TrajectoryBalanceConfig(beta=BETA, eta=eta, corrections=[]), inputs)
-    assert loss == pytest.approx(wanted[0], abs=1e-12)
-    torch.testing.assert_close(slope_T, wanted[1], rtol=0, atol=1e-12)
-    assert metrics["tb/delta_abs"] == pytest.approx(wanted[3]["tb/delta_abs"])
-    assert metrics["tb/kl_reference"] == pytest.approx(evaluate(CONFIG, inputs)[3]["tb/kl_reference"])
-
-
 def expected_slope(config, logits, log_mu, log_ref, rewards):
     """E of the gradient by the logits, over a prompt's group of two answers of mu."""
     log_pi = tabular_logprobs(logits.requires_grad_())
@@ -180,19 +166,6 @@ def test_a_mask_has_other_places_of_rest():
     found, _ = descend(config, log_mu, log_ref, rewards)
     optimum = (log_ref.sum(1) + rewards / 0.5).log_softmax(0)
     assert (found - optimum).abs().max() > 0.5
-
-
-def test_with_an_anchor_the_place_of_rest_on_data_of_one_policy_is_not_the_optimum():
-    log_mu, log_ref = tabular_logprobs(tabular_logits(1)), tabular_logprobs(tabular_logits(2))
-    rewards = torch.rand(27, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    found, left = descend(TrajectoryBalanceConfig(beta=0.5, eta=0.5), log_mu, log_ref, rewards)
-    assert left < 1e-9
-    between = (0.5 * log_ref.sum(1) + 0.5 * log_mu.sum(1) + rewards).log_softmax(0)
-    torch.testing.assert_close(found, between, rtol=0, atol=1e-7)
-    # where the sampler is the optimum itself, it is
-    optimum = (log_ref.sum(1) + rewards / 0.5).log_softmax(0)
-    assert (between - optimum).abs().max() > 0.1
-    torch.testing.assert_close((0.5 * log_ref.sum(1) + 0.5 * optimum + rewards).log_softmax(0), optimum)
 
 
 def test_beta_moves_linearly_and_stays_at_its_end():

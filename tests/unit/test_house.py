@@ -8,10 +8,10 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 176,
-    "lines": 45_687,
-    "lines without planning": 40_258,
+    "lines": 45_675,
+    "lines without planning": 40_246,
     "lines of buffer": 7_890,
-    "lines of launch": 11_963,
+    "lines of launch": 11_962,
     "lines of shell": 910,
     "lines of the report's page": 422,
     "lines of examples": 1_025,
@@ -20,7 +20,7 @@ BOUNDS = {
     "modules imported by exactly one other": 31,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 113,
+    "config keys": 111,
     "config keys inside tables": 55,
 }
 
