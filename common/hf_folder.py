@@ -277,14 +277,6 @@ def file_of_each_tensor(folder: Path) -> dict[str, str]:
     return dict.fromkeys(stored_tensors(folder / SINGLE_NAME), SINGLE_NAME)
 
 
-def embedding_of(names: Iterable[str]) -> str:
-    """Return the name of the input embedding among tensors; ModelFolderError if there is none, or more than one."""
-    found = [name for name in names if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
-    if len(found) != 1:
-        raise ModelFolderError(f"expected one input embedding (…{EMBEDDING_SUFFIX}), found {found or 'none'}")
-    return found[0]
-
-
 # --- writing ------------------------------------------------------------------------------------------
 
 

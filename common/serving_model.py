@@ -31,6 +31,7 @@ import xxhash
 from common.files import discard, replace_durably, sync, try_lock
 from common.hf_folder import (
     CONFIG_NAME,
+    EMBEDDING_SUFFIX,
     HEAD,
     INDEX_NAME,
     SINGLE_NAME,
@@ -38,7 +39,6 @@ from common.hf_folder import (
     ModelFolderError,
     StoredTensor,
     check_model_folder,
-    embedding_of,
     pack_header,
     read_object,
     tensor_in,
@@ -114,7 +114,10 @@ class _TiedModel:
         """Read what a copy is made of; ModelFolderError where the model holds another head than its embedding."""
         files = tensors_by_file(folder)
         where = {name: path for path, tensors in files.items() for name in tensors}
-        embedding = embedding_of(where)
+        embeddings = [name for name in where if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
+        if len(embeddings) != 1:
+            raise ModelFolderError(f"expected one input embedding (…{EMBEDDING_SUFFIX}), found {embeddings or 'none'}")
+        (embedding,) = embeddings
         stored, content = tensor_in(where[embedding], embedding)
         digest = xxhash.xxh3_128_hexdigest(content)
         if HEAD in where:

@@ -120,18 +120,17 @@ class WeightClient:
                 )
             write(answer.body)
 
-    def write(self, version: PolicyVersion, file: str, buffers: Buffers) -> int:
-        """Upload a file, from where an earlier upload of it ended; how many bytes were sent. Errors as `write_part`."""
+    def write(self, version: PolicyVersion, file: str, buffers: Buffers) -> None:
+        """Upload a file, from where an earlier upload of it ended; errors as `write_part`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         total = sum(len(view) for view in views)
         status = self._ask(p.WriteRequest(version.key, file, 0, total), p.WriteStatus)[0]
-        have, num_sent, window = status.num_bytes, 0, self._window
+        have, window = status.num_bytes, self._window
         while have < total:
             began_at = have
             for (asked, body), answer in self._rpc.stream(
                 self._pieces(version, file, views, have, total), window=window
             ):
-                num_sent += len(body)
                 have = _expect(asked, answer, p.WriteStatus).num_bytes
                 if have < getattr(asked, "offset", 0) + len(body):
                     break  # the service takes nothing behind a gap: one was overtaken, or it has lost some
@@ -141,7 +140,6 @@ class WeightClient:
                     f"{version} and takes no more"
                 )
             window = 1
-        return num_sent
 
     def part_done(self, document: bytes) -> None:
         """Finish a part whose files are uploaded.

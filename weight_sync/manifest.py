@@ -292,7 +292,7 @@ def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 class TensorFile:
-    """A mapped safetensors file. Views of it stay valid after it is closed, as long as somebody holds them."""
+    """A mapped safetensors file. The map lasts as long as any view of it."""
 
     def __init__(self, path: Path) -> None:
         """Map a file and read its header; WeightsCorrupt if it is missing, cut, or no safetensors file."""
@@ -313,15 +313,6 @@ class TensorFile:
         if facts is None:
             raise WeightsCorrupt(f"{self.path}: tensor '{name}' of the manifest is missing")
         return self._data[self._start + facts.start : self._start + facts.end]
-
-    def close(self) -> None:
-        self._data.release()
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _check_entries(document: Part | Manifest, source: Path | str) -> None:

@@ -22,7 +22,7 @@ from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserve
 from weight_sync import protocol as p
 from weight_sync.manifest import TransferFailed, WeightsError
 from weight_sync.service_store import ServedVersions, UploadReceiver
-from weight_sync.store import KEPT_VERSIONS, PORT, WeightStore
+from weight_sync.store import PORT, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class WeightService:
         self._clock = clock
         self._store = WeightStore(folder)
         self._store_id = self._store.store_id
-        self._served = ServedVersions(self._store, keep_versions=KEPT_VERSIONS, expires_s=read_expires_s, clock=clock)
+        self._served = ServedVersions(self._store, expires_s=read_expires_s, clock=clock)
         self._uploads = UploadReceiver(self._store)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weight-uploads")
         self._jobs: dict[tuple[str, int], _Job] = {}

@@ -1,7 +1,7 @@
 """What the weight service does with its store, for those who do not see the folder.
 
-ServedVersions: read, memory-mapped, and kept from removal until `expires_s` after their last request. Of versions that
-retention would remove, only the `MAX_OLD` that were requested last are kept.
+ServedVersions: read, memory-mapped, and kept from removal until `expires_s` after their last request, but
+no more than the `MAX_SERVED` that were requested last.
 
 UploadReceiver: what stages upload. A file gets its name once it is complete and checked.
 
@@ -28,7 +28,6 @@ from weight_sync.manifest import (
     Manifest,
     Part,
     TensorEntry,
-    TensorFile,
     WeightsCorrupt,
     WeightsGone,
     by_file,
@@ -38,11 +37,11 @@ from weight_sync.manifest import (
     part_name,
 )
 from weight_sync.protocol import WholeFilesNeeded, upload_name, version_of
-from weight_sync.store import WeightStore, checked, read_manifest
+from weight_sync.store import WeightStore, check_file, read_manifest
 
 log = logging.getLogger(__name__)
 
-MAX_OLD = 4
+MAX_SERVED = 5
 _NOTE_EVERY_S = 1.0
 
 
@@ -63,13 +62,10 @@ class ServedVersions:
         self,
         store: WeightStore,
         *,
-        keep_versions: int = 1,
         expires_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve none yet; retention leaves the `keep_versions` newest alone in any case."""
         self._store = store
-        self._keep_versions = keep_versions
         self._expires_s = expires_s
         self._clock = clock
         self._served: dict[PolicyVersion, _Served] = {}
@@ -113,25 +109,13 @@ class ServedVersions:
         if now < self._expire_at:
             return
         self._expire_at = now + min(1.0, self._expires_s)
-        for version, served in list(self._served.items()):
-            if now - served.asked_at >= self._expires_s:
+        last_first = sorted(self._served, key=lambda version: self._served[version].asked_at, reverse=True)
+        for place, version in enumerate(last_first):
+            if place >= MAX_SERVED or now - self._served[version].asked_at >= self._expires_s:
                 self._let_go(version)
-        self._cap()
 
     def close(self) -> None:
         for version in list(self._served):
-            self._let_go(version)
-
-    def _cap(self) -> None:
-        if len(self._served) <= MAX_OLD:
-            return
-        try:
-            kept_anyway = set(self._store.committed()[-self._keep_versions :])
-        except OSError as error:
-            log.warning("%s cannot be read: %s", self._store.folder, error)
-            return
-        old = sorted(self._served.keys() - kept_anyway, key=lambda version: self._served[version].asked_at)
-        for version in old[: max(0, len(old) - MAX_OLD)]:
             self._let_go(version)
 
     def _of(self, version: PolicyVersion) -> _Served:
@@ -270,9 +254,7 @@ class UploadReceiver:
             return False
         if entries is not None:
             try:
-                with TensorFile(found) as file:
-                    for entry in entries:
-                        checked(file, entry)
+                check_file(found, entries)
             except WeightsCorrupt:
                 found.unlink(missing_ok=True)
                 raise

@@ -35,13 +35,12 @@ from weight_sync.manifest import (
     MANIFEST_NAME,
     Manifest,
     TensorEntry,
-    TensorFile,
     TransferFailed,
     WeightsCorrupt,
     WeightsGone,
     delta_name,
 )
-from weight_sync.store import READERS_LOCK, WeightStore, checked, remove_unless_read
+from weight_sync.store import READERS_LOCK, WeightStore, check_file, remove_unless_read
 
 log = logging.getLogger(__name__)
 
@@ -305,7 +304,7 @@ def _fetch_file(
     came = _fetch_bytes(client, manifest, name if parent_folder is None else delta_name(name), folder, get_on)
     try:
         if parent_folder is None:
-            _check(came, entries, get_on)
+            check_file(came, entries, get_on)
         else:
             rebuild_file(entries, came, parent_folder / name, folder / name, get_on)
     except WeightsCorrupt:
@@ -317,19 +316,12 @@ def _fetch_file(
         came.unlink(missing_ok=True)
 
 
-def _check(path: Path, entries: list[TensorEntry], get_on: GetOn) -> None:
-    with TensorFile(path) as file:
-        for entry in entries:
-            get_on()
-            checked(file, entry)
-
-
 def _is_whole(path: Path, entries: list[TensorEntry], get_on: GetOn) -> bool:
     """Is the file there, and as published? One that is not is removed: its name alone proves nothing."""
     if not path.exists():
         return False
     try:
-        _check(path, entries, get_on)
+        check_file(path, entries, get_on)
     except WeightsCorrupt as error:
         log.warning("%s. It is removed and fetched again", error)
         path.unlink(missing_ok=True)

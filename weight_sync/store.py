@@ -21,7 +21,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -292,6 +292,14 @@ def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None
             "the file was changed after it was published"
         )
     return view if into is None else into
+
+
+def check_file(path: Path, entries: Iterable[TensorEntry], next_tensor: Callable[[], None] = lambda: None) -> None:
+    """Check every tensor of a file, as `checked`; `next_tensor` is called before each."""
+    file = TensorFile(path)
+    for entry in entries:
+        next_tensor()
+        checked(file, entry)
 
 
 def remove_unless_read(folder: Path) -> None:

@@ -15,7 +15,6 @@ from tests.faults.weight_processes import CHUNK_BYTES, SIZE, UPDATE_TIMEOUT_S, W
 from tests.full import pick
 from tests.weights_by_hand import RUN, Machine, assert_holds, publish, v
 from tests.world.waiting import bound, wait_until
-from weight_sync import staging as staging_file
 from weight_sync.client import WeightClient
 from weight_sync.manifest import Manifest, TransferFailed, file_name
 from weight_sync.puller import Puller, open_puller
@@ -139,7 +138,7 @@ def test_without_checksums_flipped_bits_are_staged(folder, tmp_path, monkeypatch
     publish(folder, 0, **SIZE)
     for module in (messages, rpc_client, rpc_server):
         monkeypatch.setattr(module, "checksum", lambda _: 0)
-    monkeypatch.setattr(staging_file, "checked", lambda file, entry: file.view(entry.name))
+    monkeypatch.setattr("weight_sync.store.checked", lambda file, entry: file.view(entry.name))
     machine = Machine(tmp_path)
     try:
         with Wire(machine.address, seed=1, max_delay_s=0.0) as wire:

@@ -96,7 +96,7 @@ def test_a_staging_folder_that_somebody_removed_is_made_anew(machine: Machine, m
         shutil.rmtree(staging)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(staging_file, "checked", lambda *_: shutil.rmtree(staging, ignore_errors=True))
+            patch.setattr("weight_sync.store.checked", lambda *_: shutil.rmtree(staging, ignore_errors=True))
             with pytest.raises(TransferFailed, match="somebody else has removed that folder"):
                 puller.fetch(v(1))
     for version in (1, 1):

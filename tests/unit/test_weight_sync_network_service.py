@@ -20,7 +20,7 @@ from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, encode, file_name
 from weight_sync.puller import open_puller
 from weight_sync.service import WeightService
-from weight_sync.service_store import MAX_OLD, ServedVersions
+from weight_sync.service_store import MAX_SERVED, ServedVersions
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -195,7 +195,7 @@ def test_retention_leaves_a_version_alone_while_a_slow_reader_asks_for_it(tmp_pa
 def served(tmp_path: Path):
     """Versions that are served, the time, and the store; retention keeps two."""
     now = [0.0]
-    made = ServedVersions(WeightStore(tmp_path), keep_versions=2, expires_s=30.0, clock=lambda: now[0])
+    made = ServedVersions(WeightStore(tmp_path), expires_s=30.0, clock=lambda: now[0])
     yield made, now, WeightStore(tmp_path)
     made.close()
 
@@ -222,7 +222,7 @@ def test_readers_that_never_get_through_keep_a_bounded_number_of_versions(served
         versions.read(v(version), WHOLE, 0, 1)
         now[0] += 1.0
         versions.expire()
-    assert len(store.committed()) <= 2 + MAX_OLD + 1
+    assert len(store.committed()) <= 2 + MAX_SERVED
     assert versions.read(v(29), WHOLE, 0, 1)
 
 
