@@ -243,7 +243,7 @@ def load_through_proxy():
 
         def start(service, **arguments):
             proxy = running.enter_context(Proxy(service.address, seed=20))
-            load = Load(proxy.address, **{"facts": service.facts, "config": service.config, **arguments})
+            load = Load(proxy.address, **{"facts": service.facts, **arguments})
             running.callback(load.close)
             return load.start(), proxy
 
