@@ -273,43 +273,38 @@ class Stage:
 
     def _take_step(self, step: int, draw: Draw | bytes, asked_s: float) -> None:
         started_s = wall_time()
-        batch, record_ids = self._batch(draw)
+        own = draw if isinstance(draw, Draw) else None  # on the coordinator
+        rows, body = (read_stream(draw), None) if isinstance(draw, bytes) else (draw.rows, draw.body)
+        batch = StepBatch.build(rows, self._progress.version, self._resumed_at, self._packing)
         newest = self._coordinator.newest_published if self._coordinator is not None else None
         try:
-            check_samples(batch, self._context.config.algorithm.needs, record_ids)
+            check_samples(batch, self._context.config.algorithm.needs, None if own is None else own.record_ids)
         except BadSample as error:
-            kept = self._bad_batches.keep(step, draw.body if isinstance(draw, Draw) else None)
+            kept = self._bad_batches.keep(step, body)
             dist.barrier()  # who raises first ends the others, and the draw must be on disk by then
             raise BadSample(f"step {step}: {error}; {kept}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         self._progress = structs.replace(self._progress, step=step, version=result.version)
         ahead_s = self._coordinator.scored_ahead_s if self._coordinator is not None else 0.0
         times = StepTimes(asked_s, started_s, wall_time(), ahead_s)
-        if self._coordinator is not None and isinstance(draw, Draw):
-            if result.new_scores and record_ids is not None:
-                self._coordinator.write_scores(
-                    [record_ids[i] for i in result.new_scores], list(result.new_scores.values())
-                )
+        if self._coordinator is not None and own is not None:
+            if result.new_scores:
+                records = [own.record_ids[i] for i in result.new_scores]
+                self._coordinator.write_scores(records, list(result.new_scores.values()))
             self._coordinator.step_finished(step, result.version, skipped=result.skipped)
         publish_s = self._publish_if_due(result.version)
-        if self._coordinator is not None and isinstance(draw, Draw):
-            report = step_report(batch, result, step, newest, times, draw.ledger, draw.fidelity)
+        if self._coordinator is not None and own is not None:
+            report = step_report(batch, result, step, newest, times, own.ledger, own.fidelity)
             report["restarts"] = self._progress.incarnation
             report["time/publish"] = (result.metrics.get("time/publish") or 0.0) + publish_s
             self._coordinator.metrics.append(report)
         try:
-            self._bad_batches.note(step, result, draw.body if isinstance(draw, Draw) else None)
+            self._bad_batches.note(step, result, body)
         except TrainingDiverged:
             dist.barrier()  # as above
             raise
         if step % self._config.checkpoint_every == 0:
             self._save()
-
-    def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
-        """Return the samples of a draw, and on the coordinator their records."""
-        rows = read_stream(draw) if isinstance(draw, bytes) else draw.rows
-        batch = StepBatch.build(rows, self._progress.version, self._resumed_at, self._packing)
-        return batch, None if isinstance(draw, bytes) else draw.record_ids
 
     def _publish_if_due(self, version: int) -> float:
         """Publish also between the updates of a step; return the seconds that it took.
