@@ -125,7 +125,7 @@ def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, sample
             make, BufferConfig(sampler=sampler, max_uses=3), groups_per_step=3, seed=seed, num_prompts=50
         )
         for reward in range(10):
-            generate(buffer, actor, 1, [float(reward)], tokens=1 << reward)
+            generate(buffer, actor, 1, [0.1 * reward], tokens=1 << reward)
         drawn = []
         for step in range(1, 7):
             if restarts:
