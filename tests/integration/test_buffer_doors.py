@@ -34,7 +34,7 @@ with socket.socket(socket.AF_UNIX) as knocking:
 class Served:
     """`python -m tests.world.buffer_process` on a folder."""
 
-    def __init__(self, folder, **config):
+    def __init__(self, folder, host=None):
         self._command = [
             sys.executable,
             "-m",
@@ -44,7 +44,7 @@ class Served:
             "--facts",
             FACTS.model_dump_json(),
         ]
-        self._command += ["--config", BufferConfig(**config).model_dump_json()]
+        self._command += [] if host is None else ["--host", host]
         self.start()
 
     def start(self):
@@ -60,10 +60,10 @@ class Served:
 
 @pytest.fixture
 def serve(request):
-    """`serve(folder, **config)`: a service that ends with the test."""
+    """`serve(folder, host)`: a service that ends with the test."""
 
-    def start(folder, **config):
-        served = Served(folder, **config)
+    def start(folder, host=None):
+        served = Served(folder, host)
         request.addfinalizer(lambda: served.end(signal.SIGKILL))
         return served
 
@@ -148,7 +148,7 @@ def test_a_private_folder_that_another_may_enter_is_not_used(home):
     (home / "tmp" / f"leeway-sockets-{os.geteuid()}").mkdir(mode=0o777)
     (home / "tmp" / f"leeway-sockets-{os.geteuid()}").chmod(0o777)
     service = BufferService(BufferConfig(), FACTS, home / ("x" * 120))
-    with closing(service), pytest.raises(OSError, match=r"not a folder that this user alone may enter.*buffer\] host"):
+    with closing(service), pytest.raises(OSError, match=r"not a folder that this user alone may enter.*launch.host"):
         service.bind()
 
 
