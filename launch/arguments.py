@@ -78,12 +78,11 @@ class ConfigVerb(TyperCommand):
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the keys of a config, or where they are listed."""
         super().format_epilog(ctx, formatter)
+        formatter.write_paragraph()
         if self.name != "train":
-            formatter.write_paragraph()
             formatter.write_text("Every key of the config can be overridden; `leeway train --help` lists them.")
             return
-        formatter.write_paragraph()
-        formatter.write_text("Keys of CONFIG, which can all be overridden. Those that most users set come first.")
+        formatter.write_text("Every key of the config can be overridden. Those that most users set come first.")
         for section, rows in _keys():
             with formatter.section(f"Keys of [{section}]"):
                 formatter.write_dl(rows)

@@ -93,8 +93,6 @@ class Subject:
 
 
 Check = Callable[[Subject], Iterator[Finding]]
-
-
 ok, warning, problem = (partial(Finding, "", state) for state in ("ok", "warning", "problem"))
 
 

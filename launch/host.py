@@ -35,19 +35,14 @@ NO_WANDB_LOGIN = (
     "tracking.wandb = 'online' needs a login of Weights & Biases, and there is none: run 'wandb login', set "
     "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
 )
-_OWNER_ONLY = 0o077
+OWNER_ONLY = 0o077  # umask of a run
 _ROLE_LOG = re.compile(r"(buffer|weights|ranker|stage|actor)\.\d+\.log")
-
-
-def keep_files_private() -> None:
-    """Make all files that this process and its children write from now on readable by their owner alone."""
-    os.umask(_OWNER_ONLY)
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Do the same within a block."""
-    earlier = os.umask(_OWNER_ONLY)
+    """Make files that are written within a block readable by their owner alone."""
+    earlier = os.umask(OWNER_ONLY)
     try:
         yield
     finally:
@@ -136,7 +131,7 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OWNER_ONLY:
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OWNER_ONLY:
             raise PermissionError(
                 f"{folder} is not a folder of this user alone, and Ray's sockets would lie in it: remove it, or set "
                 "RAY_TMPDIR"

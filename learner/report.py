@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,7 +18,9 @@ from buffer.ledger import LEDGER_METRICS
 from buffer.lengths import LengthFidelity
 from learner.batch import Lag0ByActor, LagByActor, Leaves, StepBatch, lag_by_actor
 from learner.packing import IntArray
-from learner.step import Metrics, StepResult, counted
+
+if TYPE_CHECKING:  # with Transformers, which the launcher does not need
+    from learner.step import Metrics, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +122,7 @@ def step_report(
     """Return the row of one step (from 1); the arguments as for `lag_metrics` and `replay_metrics`."""
     rewards = np.asarray(batch.rows.column("reward"))
     duration_s = times.finished_s - times.started_s
-    trained = [update.batch for update in counted(result.updates)]
+    trained = [update.batch for update in result.counted]
     trained_tokens = 0 if result.skipped else len(batch.sequence_T)
     return {
         **result.metrics,  # first: names of a user's loss replace none of these

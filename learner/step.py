@@ -61,6 +61,11 @@ class StepResult:
         return not any(update.result.taken for update in self.updates)
 
     @property
+    def counted(self) -> list[Update]:
+        """The updates that the step's figures are about."""
+        return counted(self.updates)
+
+    @property
     def num_non_finite(self) -> int:
         """Updates that were not taken because loss or gradient were not finite."""
         return sum(not update.result.taken for update in self.updates)

@@ -26,7 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 from actors.tasks.task import TaskError
 from common.hf_folder import ModelFolderError
 from common.user_input import UserFileError
-from launch.host import configure_logging, keep_files_private
+from launch.host import OWNER_ONLY, configure_logging
 from launch.observe.status import ProcessStatus
 from launch.text import shortened
 
@@ -112,7 +112,7 @@ class Role:
 
     def __init__(self, log: Path) -> None:
         """Send everything this process prints, also from C, to its log; what it writes is its owner's alone."""
-        keep_files_private()
+        os.umask(OWNER_ONLY)
         log.parent.mkdir(parents=True, exist_ok=True)  # another host need not see the run's folder
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, 1)
