@@ -131,7 +131,8 @@ def test_several_updates_per_step_are_several_versions_and_a_critic_is_checkpoin
 
 def test_only_every_nth_version_is_published_and_the_last_one_whatever_its_number(start_run):
     run = start_run()
-    run.weight_sync |= {"publish_every": 2, "keep_versions": 9}
+    run.weight_sync |= {"publish_every": 2}
+    run.constants["learner.stage.KEPT_VERSIONS"] = 9
     with MadeUpActor(run.address):
         run.train(hooks={"written_before_steps": 60}, num_steps=5)
     store = WeightStore(run.folder / "weights")
