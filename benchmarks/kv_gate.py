@@ -1,16 +1,17 @@
-"""Which samples an engine starts, where its cache is small: `KvGate` against fixed numbers. Prints one JSON line last.
+"""Which samples an engine starts if its cache is small: `actors.admission` "cache" beside "slots". One JSON line last.
 
     python benchmarks/kv_gate.py [--quick] [--rounds 5] [--page [FILE]]
 
 A real vLLM engine with the long-tailed model of `benchmarks/overlap.py`, whose cache holds a fraction of what its slots
 could come to need. It is kept busy as an actor keeps it, by the actor's own parts: groups of 8 are taken as
-`ActorsConfig.room` says, samples start as `Slots` lets them, and what is foretold of a prompt comes from the buffer's
-`LengthModel`. A fixed number of slots leaves the rest to vLLM, which starts whatever has room at once. In every round
-all of them have the engine in turn:
+`ActorsConfig.room` says, samples start as the admission lets them, and what is predicted of a prompt comes from
+`planning.length_model`. "slots" leaves the rest to vLLM, which starts whatever has room at once and preempts. In every
+round all of them have the engine in turn, in two cases: prompts of 8 tokens, which cost nothing to compute again, and
+prompts of 2,000 tokens, each of one group alone. Figures of a case end in `_short` or `_long`:
 
-    tokens_over_best_fixed   tokens per second by the gate, over those by the best of the fixed numbers
-    preempted_by_gate        preemptions per sample
-    preempted_by_best_fixed  the same by the best fixed number
+    cache_over_slots         tokens per second by the gate, over those of "slots" with the default number of slots
+    cache_over_best          the same over the best number of slots, which no user knows beforehand
+    preempted_by_cache       preemptions per sample
 
 `--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/kv_gate.md.
 """
@@ -21,9 +22,11 @@ import argparse
 import asyncio
 import itertools
 import json
+import random
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -46,17 +49,53 @@ from planning.length_model import LengthModel
 PAGE = RESULTS / "kv_gate.md"
 FIXED = (20, 28, 36, 44, 64)
 SLOTS = 64
-CACHE_GIB, BLOCK_TOKENS = 0.0125, 32
-"""A token takes 4 KiB: 100 blocks, of which the longest sample takes 8."""
+BLOCK_TOKENS = 32
+"""Of 4 KiB each."""
 NUM_PROMPTS, GROUP_SIZE = 128, 8
-MEASURED_S, LEARNED_S = 12.0, 20.0
-"""Of each turn, and before the first, in which lengths are learned."""
-AT_LEAST = {"tokens_over_best_fixed": 0.95}
-AT_MOST = {"preempted_by_gate": 0.01}
-GATE = "gate"
+LEARNED_S = 20.0
+"""Before the first turn: lengths are learned."""
+AT_LEAST = {"cache_over_slots_short": 1.0, "cache_over_slots_long": 1.0}
+AT_MOST = {"preempted_by_cache_short": 0.01, "preempted_by_cache_long": 0.01}
+CACHE, DEFAULT_SLOTS = "cache", f"slots {SLOTS}"
 FORMS = {"tokens_per_s": "{:.0f}", "running": "{:.1f}", "preempted": "{:.3f}"}
 
 Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine and its prompts."""
+
+    prompt_tokens: int
+    cache_gib: float
+    turn_s: float
+
+    @property
+    def max_tokens(self) -> int:
+        return self.prompt_tokens + long_tail.MAX_NEW_TOKENS + 8
+
+    def config(self, num_slots: int) -> ActorsConfig:
+        return ActorsConfig(
+            group_size=GROUP_SIZE,
+            max_running_samples=num_slots,
+            max_new_tokens=long_tail.MAX_NEW_TOKENS,
+            max_prompt_tokens=self.prompt_tokens,
+            kv_cache_gib=self.cache_gib,
+            engine_args={"block_size": BLOCK_TOKENS},
+        )
+
+    def prompt(self, number: int) -> list[int]:
+        """Return the tokens of a group's prompt: digits that no other group has, and a letter that sets the lengths."""
+        letter = long_tail.VOCABULARY.index(long_tail.questions(NUM_PROMPTS)[number % NUM_PROMPTS][-1])
+        chance = random.Random(number)
+        return [
+            *(long_tail.VOCABULARY.index(chance.choice(long_tail.DIGITS)) for _ in range(self.prompt_tokens - 1)),
+            letter,
+        ]
+
+
+CASES = {"short": Case(long_tail.PROMPT_TOKENS, 0.0125, 12.0), "long": Case(2000, 0.05, 24.0)}
+"""The longest sample takes 8 of 102 blocks, and 70 of 409, of which a group shares 62."""
 
 
 def main() -> None:
@@ -67,10 +106,13 @@ def main() -> None:
     args = parsed(parser, PAGE)
     end_at_sigterm()
     machine = describe_machine()
-    num_rounds, seconds = (1, 3.0) if args.quick else (args.rounds, MEASURED_S)
-    with tempfile.TemporaryDirectory(prefix="benchmark-kv-gate-") as folder:
-        turns, cache = asyncio.run(measured(Path(folder), num_rounds, seconds))
-    result = {"quick": args.quick, "rounds": num_rounds, **figures_of(turns), "cache": cache, "machine": machine}
+    num_rounds = 1 if args.quick else args.rounds
+    result: Figures = {"quick": args.quick, "rounds": num_rounds, "machine": machine, "cases": {}}
+    for name, case in CASES.items():
+        with tempfile.TemporaryDirectory(prefix="benchmark-kv-gate-") as folder:
+            turns, cache = asyncio.run(measured(Path(folder), case, num_rounds, 3.0 if args.quick else case.turn_s))
+        result["cases"][name] = {"cache": cache, "turns": turns}
+        result |= {f"{key}_{name}": value for key, value in figures_of(turns).items()}
     result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick)
     result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=not args.quick)
     if args.page:
@@ -78,50 +120,37 @@ def main() -> None:
     print(json.dumps(result))
 
 
-async def measured(folder: Path, num_rounds: int, seconds: float) -> tuple[dict[str, list[Figures]], Figures]:
-    """What was measured in the turns of each, by its name, and what the cache is."""
-    long_tail.write_checkpoint(folder / "model")
-    config = config_of(SLOTS)
+async def measured(
+    folder: Path, case: Case, num_rounds: int, seconds: float
+) -> tuple[dict[str, list[Figures]], Figures]:
+    """Return what was measured in the turns of each admission, by its name, and the size of the cache."""
+    long_tail.write_checkpoint(folder / "model", case.max_tokens)
     served = prepare_serving_model(folder / "model", folder / "served")
-    engine = await Engine.start(served, config, version=PolicyVersion(0, 0), seed=0)
+    engine = await Engine.start(served, case.config(SLOTS), version=PolicyVersion(0, 0), seed=0)
     try:
         assert engine.cache is not None, "vLLM says how large it is"
-        gates = {f"{number}": (config_of(number), KvGate[int](config_of(number), None)) for number in FIXED}
-        gates[GATE] = (config, KvGate[int](config, engine.cache))
-        actor = BusyActor(engine)
-        await actor.keep_busy(*gates[GATE], LEARNED_S if num_rounds > 1 else seconds)
+        gates = {f"slots {number}": (case.config(number), KvGate[int](case.config(number), None)) for number in FIXED}
+        gates[CACHE] = (case.config(SLOTS), KvGate[int](case.config(SLOTS), engine.cache))
+        actor = BusyActor(engine, case)
+        await actor.keep_busy(*gates[CACHE], LEARNED_S if num_rounds > 1 else seconds)
         turns: dict[str, list[Figures]] = {name: [] for name in gates}
         for number, name in itertools.product(range(num_rounds), gates):
             found = await actor.keep_busy(*gates[name], seconds)
             turns[name].append(found)
-            print(json.dumps({"round": number + 1, "slots": name, **found}), file=sys.stderr, flush=True)
+            print(json.dumps({"round": number + 1, "admission": name, **found}), file=sys.stderr, flush=True)
         return turns, engine.cache._asdict()
     finally:
         await engine.stop()
 
 
-def config_of(num_slots: int) -> ActorsConfig:
-    """Of an actor with so many slots; the engine has those of the gate."""
-    return ActorsConfig(
-        group_size=GROUP_SIZE,
-        max_running_samples=num_slots,
-        max_new_tokens=long_tail.MAX_NEW_TOKENS,
-        max_prompt_tokens=long_tail.PROMPT_TOKENS,
-        kv_cache_gib=CACHE_GIB,
-        engine_args={"block_size": BLOCK_TOKENS},
-    )
-
-
 class BusyActor:
     """Has groups generated as an actor does, of prompts in turn, and learns their lengths as the buffer does."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, case: Case) -> None:
         """Of an engine that does nothing else."""
         self._engine = engine
+        self._case = case
         self._lengths = LengthModel(NUM_PROMPTS)
-        self._prompts = [
-            [long_tail.VOCABULARY.index(letter) for letter in question] for question in long_tail.questions(NUM_PROMPTS)
-        ]
         self._groups = itertools.count()
         self._seeds = itertools.count()
 
@@ -139,14 +168,14 @@ class BusyActor:
         tasks: set[asyncio.Task[None]] = set()
 
         async def group(number: int) -> None:
-            prompt = number % NUM_PROMPTS
+            prompt, tokens = number % NUM_PROMPTS, self._case.prompt(number)
             usual = self._lengths.usual(prompt, 0)
-            made = await asyncio.gather(*[sample(number, prompt, usual) for _ in range(GROUP_SIZE)])
+            made = await asyncio.gather(*[sample(number, tokens, usual) for _ in range(GROUP_SIZE)])
             cut = [length >= config.max_new_tokens for length in made]
             self._lengths.see(prompt, made, cut, 0)
 
-        async def sample(number: int, prompt: int, usual: float) -> int:
-            key, tokens = next(self._seeds), self._prompts[prompt]
+        async def sample(number: int, tokens: list[int], usual: float) -> int:
+            key = next(self._seeds)
             open_[key] = number
             await slots.admit(key, KvSample(number, len(tokens), config.max_new_tokens, 0, usual))
             busy.enter()
@@ -176,46 +205,52 @@ class BusyActor:
 
 
 def figures_of(turns: dict[str, list[Figures]]) -> Figures:
-    """Of the turns of all rounds; the best fixed number is that of most tokens over all of them."""
+    """Return the ratios of a case; the best number of slots is the one with most tokens over all rounds."""
     rates = {name: median(each["tokens_per_s"] for each in found) for name, found in turns.items()}
-    best = max((name for name in turns if name != GATE), key=lambda name: rates[name])
-    ratios = [
-        gate["tokens_per_s"] / fixed["tokens_per_s"] for gate, fixed in zip(turns[GATE], turns[best], strict=True)
-    ]
+    best = max((name for name in turns if name != CACHE), key=lambda name: rates[name])
+
+    def over(other: str) -> float:
+        pairs = zip(turns[CACHE], turns[other], strict=True)
+        return float(median(cache["tokens_per_s"] / fixed["tokens_per_s"] for cache, fixed in pairs))
+
     return {
-        "tokens_over_best_fixed": median(ratios),
-        "tokens_over_best_fixed_rounds": ratios,
-        "preempted_by_gate": fmean(each["preempted"] for each in turns[GATE]),
-        "preempted_by_best_fixed": fmean(each["preempted"] for each in turns[best]),
-        "best_fixed": best,
-        "turns": turns,
+        "cache_over_slots": over(DEFAULT_SLOTS),
+        "cache_over_best": over(best),
+        "preempted_by_cache": fmean(each["preempted"] for each in turns[CACHE]),
+        "best": best,
     }
 
 
 def page(result: Figures) -> list[str]:
     """The paragraphs of the page."""
-    command, cache = f"python benchmarks/kv_gate.py --rounds {result['rounds']} --page", result["cache"]
+    command = f"python benchmarks/kv_gate.py --rounds {result['rounds']} --page"
     head = (
         f"{origin(command, result['machine'], result['machine']['commit'])} A real vLLM engine with the model of "
-        f"[overlap.md](overlap.md) and a cache of {cache['num_blocks']} blocks of {cache['block_tokens']} tokens; a "
-        f"sample takes up to {-(-(long_tail.MAX_NEW_TOKENS + long_tail.PROMPT_TOKENS + 1) // cache['block_tokens'])}. "
-        f"{NUM_PROMPTS} prompts in turn, {GROUP_SIZE} samples each. With a fixed number of slots vLLM starts what has "
-        f"room at once; with the gate there are {SLOTS} slots. Means of {result['rounds']} rounds of "
-        f"{MEASURED_S:g} s each; ratios are medians. The best fixed number is {result['best_fixed']}, found by this "
-        "sweep; the gate is not told it."
+        f"[overlap.md](overlap.md), {NUM_PROMPTS} prompts in turn, {GROUP_SIZE} samples each. With "
+        '`actors.admission = "slots"` vLLM starts what has room at once, and preempts a sample if the cache is full; '
+        f'with "cache" {SLOTS} slots are there, and a sample starts if the cache is likely to hold it to its end. '
+        f"Means of {result['rounds']} rounds; ratios are medians over rounds."
     )
-    cells = [
-        [name, *(form.format(fmean(each[key] for each in found)) for key, form in FORMS.items()),
-         f"{max(each['kv_usage'] for each in found):.0%}"]
-        for name, found in result["turns"].items()
-    ]  # fmt: skip
-    return [
-        "# A cache that is nearly full, and nothing thrown away",
-        head,
-        bars_table(result["wanted_at_least"], "at least"),
-        bars_table(result["wanted_at_most"], "at most"),
-        table(["slots", "tokens/s", "running", "preempted per sample", "fullest"], cells),
-    ]
+    parts = ["# Admission: slots beside room in the cache", head]
+    parts += [bars_table(result["wanted_at_least"], "at least"), bars_table(result["wanted_at_most"], "at most")]
+    for name, case in CASES.items():
+        found = result["cases"][name]
+        longest = -(-case.max_tokens // found["cache"]["block_tokens"])
+        parts.append(
+            f"## Prompts of {case.prompt_tokens:,} tokens\n\nA cache of {found['cache']['num_blocks']} blocks of "
+            f"{found['cache']['block_tokens']} tokens; a sample takes up to {longest}. Turns of "
+            f"{case.turn_s:g} s. The gate makes "
+            f"{result[f'cache_over_slots_{name}']:.3f} of the tokens of {SLOTS} slots, and "
+            f"{result[f'cache_over_best_{name}']:.3f} of those of the best number, {result[f'best_{name}']}, which "
+            "only such a sweep finds."
+        )
+        cells = [
+            [each, *(form.format(fmean(turn[key] for turn in turns)) for key, form in FORMS.items()),
+             f"{max(turn['kv_usage'] for turn in turns):.0%}"]
+            for each, turns in found["turns"].items()
+        ]  # fmt: skip
+        parts.append(table(["admission", "tokens/s", "running", "preempted per sample", "fullest"], cells))
+    return parts
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def words(number: int) -> list[int]:
     return [VOCABULARY.index(CLASSES[number]), *others]
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model(max_tokens: int = MAX_TOKENS) -> LlamaForCausalLM:
     """The model; its first NUM_CLASSES dimensions hold the class, and the layers write into the others alone."""
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(
@@ -73,7 +73,7 @@ def make_model() -> LlamaForCausalLM:
             num_attention_heads=WIDTH // 32,
             num_key_value_heads=WIDTH // 32,
             head_dim=32,
-            max_position_embeddings=MAX_TOKENS,
+            max_position_embeddings=max_tokens,
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=EOS,
@@ -100,7 +100,7 @@ def make_model() -> LlamaForCausalLM:
     return model
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(max_tokens: int = MAX_TOKENS) -> PreTrainedTokenizerFast:
     """A token for every character."""
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -111,7 +111,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         pad_token="<pad>",
         unk_token="<unk>",
-        model_max_length=MAX_TOKENS,
+        model_max_length=max_tokens,
         clean_up_tokenization_spaces=False,
     )
 
@@ -138,10 +138,10 @@ def questions(num_prompts: int) -> list[str]:
     return [f"{number:07d}{chance.choice(CLASSES)}" for number in range(num_prompts)]
 
 
-def write_checkpoint(folder: Path) -> None:
-    """Model and tokenizer."""
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+def write_checkpoint(folder: Path, max_tokens: int = MAX_TOKENS) -> None:
+    """Write model and tokenizer for samples of up to `max_tokens`."""
+    make_model(max_tokens).save_pretrained(folder)
+    make_tokenizer(max_tokens).save_pretrained(folder)
 
 
 def write_setting(folder: Path, setting: Setting, num_prompts: int = NUM_PROMPTS) -> Path:
