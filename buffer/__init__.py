@@ -14,7 +14,7 @@ The rules, each in the given transaction
     leases      which prompts are out with which actor, and when they are issued again
     ingest      what becomes of pushed trajectories, row by row, and what a row must satisfy
     draws       which groups train at which step, recorded and idempotent
-    steps       Steps: what becomes of the draws; Scoring: whose samples the reference scores next, and the scores
+    steps       Steps: what becomes of the draws; the scores of the reference
     samplers    which of the groups that are ready a step takes
     groups      the life of a group of samples, and which groups leave a store that is full
     nonsense    who sent what is not believed, and the quarantine, where the newest of it is kept

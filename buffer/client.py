@@ -68,13 +68,6 @@ class Granted(p.LeaseGrant, frozen=True):
         return dict(zip(keys, schema.read_prefixes(self.body), strict=True)) if keys else {}
 
 
-class Unscored(p.UnscoredReply, frozen=True):
-    """Samples that lack log-probabilities of the reference."""
-
-    body: bytes | memoryview = b""
-    """The trajectories as an Arrow IPC stream; empty where there are none."""
-
-
 class Visits(p.VisitsReply, frozen=True):
     """What is known of the lengths of answers."""
 
@@ -275,10 +268,6 @@ class BufferClient:
     def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Future[Draw]:
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
         return self._ask_with_body(request, p.DrawReply, Draw, wait_s)
-
-    def take_unscored(self, max_tokens: int) -> Future[Unscored]:
-        """Ask for samples to score, of so many tokens together at most, but of one group at least; or none."""
-        return self._ask_with_body(p.TakeUnscored(max_tokens), p.UnscoredReply, Unscored)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
         """Store reference log-probabilities: one array per record, one value per completion token.

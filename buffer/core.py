@@ -26,7 +26,7 @@ from buffer.prompts import prompts_of
 from buffer.protocol import HandOn, Lease, LeaseGrant
 from buffer.rows import RowBytes, num_tokens_in
 from buffer.schema import HANDED_ON
-from buffer.steps import Scoring, Steps
+from buffer.steps import Steps, read_scores, write_scores
 from buffer.tables import NO_RECORD, DrawRecord, Group, Partial
 from buffer.transaction import Transaction
 from common.run import RunFacts
@@ -136,7 +136,6 @@ class BufferCore:
         self.quarantine = Quarantine(clock)
         self.ingest = Ingest(facts, self.groups, self.leases, self.quarantine)
         self.partials = Partials(facts, self.groups, self.leases, self.quarantine)
-        self.scoring = Scoring(facts, self.groups, clock)
         self.steps = Steps(contract, self.groups)
         self.draws = Draws(facts, self.groups, self.leases, self.steps)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
@@ -165,11 +164,8 @@ class BufferCore:
             self.partials.take(tx, message, self._read(tx, body, schema.SCHEMA, sender, max_rows=MAX_PUSHED_ROWS))
             return p.Done(), b""
         if isinstance(message, p.WriteScores):
-            self.scoring.write(tx, self._read(tx, body, schema.SCORES, sender))
+            write_scores(tx, self._read(tx, body, schema.SCORES, sender))
             return p.Done(), b""
-        if isinstance(message, p.TakeUnscored):
-            taken = self.scoring.take(tx, message.max_tokens)
-            return p.UnscoredReply(taken.record_ids), b"" if taken.batch is None else schema.write_stream(taken.batch)
         if isinstance(message, p.VisitsRequest):
             reply, visits = self.groups.prompts.visits()
             return reply, schema.write_stream(visits)
@@ -221,7 +217,7 @@ class BufferCore:
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
         # Before the blocks are looked at, because their views do not survive a write.
-        scores = self.scoring.read(tx, draw.record_ids)
+        scores = read_scores(tx, draw.record_ids)
         try:
             blocks = tx.blocks_of(draw.record_ids)
         except CorruptRecord as error:

@@ -60,7 +60,6 @@ class Place(NamedTuple):
     uses: int = 0
     bucket: int = 0
     log_weight: float = 0.0
-    is_scored: bool = False
     is_uninformative: bool = False
     """Its rewards are all equal, and such groups are set aside."""
 
@@ -86,8 +85,6 @@ class GroupIndex:
         """Open leases: lease -> group."""
         self.ready: list[ReadyGroup] = []
         """Those that may be drawn, in the order of age."""
-        self.unscored: list[ReadyGroup] = []
-        """Ready groups without reference log-probabilities, by age."""
         self.uninformative: list[ReadyGroup] = []
         """Ready groups of equal rewards, by age; empty if none are set aside."""
         self.num_unused = 0
@@ -160,7 +157,6 @@ class GroupIndex:
             uses=group.uses,
             bucket=bucket_of(group.mean_completion),
             log_weight=0.0 if self._weight is None else self._weight(group, oldest),
-            is_scored=group.is_scored,
             is_uninformative=self._sets_aside and group.is_uninformative,
         )
 
@@ -189,8 +185,6 @@ class GroupIndex:
                 change(self.unleased, group_id)
         if place.ready is not None:
             change(self.ready, place.ready)
-            if not place.is_scored:
-                change(self.unscored, place.ready)
             if place.is_uninformative:
                 change(self.uninformative, place.ready)
             self.num_unused += sign * (not place.uses)

@@ -107,14 +107,6 @@ class DrawRequest(Message, frozen=True):
     """The service answers at the latest after this time, ready or not."""
 
 
-class TakeUnscored(Message, frozen=True):
-    """Ask for samples of ready groups that lack log-probabilities of the reference; they are handed to no other client
-    for a while. As many groups as have at most `max_tokens` tokens together, but at least one.
-    """
-
-    max_tokens: Count
-
-
 class WriteScores(Message, frozen=True):
     """Reference log-probabilities of trajectories; the body is an Arrow IPC stream of `schema.SCORES`."""
 
@@ -272,13 +264,6 @@ class DrawReply(Message, frozen=True):
     fidelity: LengthFidelity = LengthFidelity()
 
 
-class UnscoredReply(Message, frozen=True):
-    """Answer to TakeUnscored; the body holds the trajectories, empty where there are none."""
-
-    record_ids: list[int]
-    """One per trajectory: the key under which scores are written back."""
-
-
 class VisitsReply(Message, frozen=True):
     """Answer to VisitsRequest; the body is an Arrow IPC stream of `schema.VISITS`."""
 
@@ -339,11 +324,11 @@ class Status(Message, frozen=True):
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | DrawRequest | TakeUnscored | WriteScores | VisitsRequest
+    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | DrawRequest | WriteScores | VisitsRequest
     | Expect | StepFinished | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
-    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | UnscoredReply | VisitsReply | IncarnationReply
+    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | VisitsReply | IncarnationReply
     | Status | Done | Refused
 )  # fmt: skip
 
@@ -362,7 +347,6 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     Renew: _ACTOR,
     BeginIncarnation: _LEARNER,
     DrawRequest: _LEARNER,
-    TakeUnscored: _LEARNER,
     WriteScores: _LEARNER,
     VisitsRequest: _RANKER,
     Expect: _RANKER,

@@ -231,8 +231,6 @@ class Group(msgspec.Struct):
     """The last `MAX_TRAINED_AT` steps that trained on it, oldest first; a redone one is in it once."""
     held: int = 0
     """Recorded draws that name the group; while any does, its records stay."""
-    is_scored: bool = False
-    """The scores of all records that a step may use are stored."""
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, foretold: int = 0) -> Group:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from enum import IntEnum
 from math import inf
@@ -22,9 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from msgspec import structs
 
-from buffer import schema
 from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw
 from common.run import RunContext
 from common.staleness import PolicyVersion
@@ -40,12 +38,6 @@ BATCH_TIMEOUT_S = 7200.0
 """A learner that gets no batch for so long raises, naming what is missing. A sample may take half of it
 (`actors.sample.GENERATE_TIMEOUT_S`); actors that die are started again long before."""
 
-_SCORE_POLL_S = 0.05
-"""Seconds that the learner waits for its batch, or for samples to score, before it asks for some."""
-
-Score = Callable[[bytes | memoryview], list[npt.NDArray[np.float32]]]
-"""Trajectories as an Arrow IPC stream -> the reference's log-probabilities of each; all ranks take part."""
-
 
 class Kind(IntEnum):
     """Kinds of messages."""
@@ -56,8 +48,6 @@ class Kind(IntEnum):
     FAILED = 3
     PUBLISH = 4
     """Publish the present version: it was left out while earlier ones were being written."""
-    SCORE = 5
-    """Score these trajectories, which are of no step yet."""
 
 
 class CoordinatorFailed(RuntimeError):
@@ -109,10 +99,8 @@ class NoBatch(TimeoutError):
 class Coordinator:
     """Draws batches and reports progress; exists on the coordinator rank alone."""
 
-    def __init__(
-        self, context: RunContext[LearnerSections], channel: Channel, round_tokens: int, deadline: float | None = None
-    ) -> None:
-        """Connect to the buffer service. A round of scoring has so many tokens at most, or one group.
+    def __init__(self, context: RunContext[LearnerSections], channel: Channel, deadline: float | None = None) -> None:
+        """Connect to the buffer service.
 
         Raises:
             BufferUnavailable: no answer before the deadline, as in `BufferClient.connect`.
@@ -133,11 +121,6 @@ class Coordinator:
         self.metrics = MetricsFile(context.folder / "metrics.jsonl")
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Future[object]]] = []
-        self._round_tokens = round_tokens
-        self._ahead: dict[int, npt.NDArray[np.float32]] = {}
-        """Scores by record since the last batch: they may have been on their way when it was drawn."""
-        self.scored_ahead_s = 0.0
-        """Seconds spent on them while the last batch was waited for."""
         self.resumed_at: dict[int, int] = {}
         self.incarnation = 0
         self.newest_published: int | None = None
@@ -158,29 +141,23 @@ class Coordinator:
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
-    def draw(
-        self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None], score: Score | None
-    ) -> Draw | None:
+    def draw(self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None]) -> Draw | None:
         """Return the batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
 
-        `while_waiting` is called, and a heartbeat sent, about every second. Meanwhile what waits for later steps is
-        scored, unless `score` is None, one round at a time: the batch may be noticed that much later. NoBatch if none
-        came within `BATCH_TIMEOUT_S`, TimeoutError if no answer did, as of a service whose disk is full.
+        `while_waiting` is called, and a heartbeat sent, about every second. NoBatch if none came within
+        `BATCH_TIMEOUT_S`, TimeoutError if no answer did, as of a service whose disk is full.
         """
         self.settle()
         config = self._config
         deadline_s = time.monotonic() + BATCH_TIMEOUT_S
         self.waiting_for = f"the batch of step {step}"
-        self.scored_ahead_s = 0.0
         while not stop.is_set():
             while_waiting()
             future = self._client.draw(step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S)
-            if score is not None:
-                self._score_until(future, score, deadline_s + REQUEST_TIMEOUT_S)
             draw = self._answer(future, f"draw step {step}", deadline=deadline_s + REQUEST_TIMEOUT_S)
             if draw.ready:
                 self.waiting_for = ""
-                return self._with_scores(draw)
+                return draw
             self._channel.send(Kind.WAITING)
             self.waiting_for = f"the batch of step {step}: {draw.waiting_for}"
             if time.monotonic() > deadline_s:
@@ -222,30 +199,6 @@ class Coordinator:
 
     def close(self) -> None:
         self._client.close()
-
-    def _score_until(self, drawn: Future[Draw], score: Score, deadline: float) -> None:
-        """Score ready samples until the draw is answered; a full disk delays that too."""
-        pause_s = _SCORE_POLL_S
-        while not wait([drawn], pause_s).done:
-            asked = self._client.take_unscored(self._round_tokens)
-            taken = self._answer(asked, "give samples to score", deadline=deadline)
-            pause_s = 0.0 if taken.record_ids else _SCORE_POLL_S
-            if taken.record_ids:
-                started_s = time.perf_counter()
-                self._channel.send(Kind.SCORE, taken.body)
-                scores = score(taken.body)
-                self._ahead.update(zip(taken.record_ids, scores, strict=True))
-                self.write_scores(taken.record_ids, scores)
-                self.scored_ahead_s += time.perf_counter() - started_s
-
-    def _with_scores(self, draw: Draw) -> Draw:
-        """Add those scores that were not written yet when the draw was answered."""
-        ahead, self._ahead = self._ahead, {}
-        lacks = draw.rows.column("reference_logprobs").is_null().to_pylist() if ahead else []
-        scores = [ahead.get(record) if lack else None for record, lack in zip(draw.record_ids, lacks, strict=False)]
-        if all(each is None for each in scores):
-            return draw
-        return structs.replace(draw, body=schema.write_stream(schema.with_scores(draw.rows, scores)))
 
     def _expect(self, what: str, future: Future[R]) -> None:
         with self._lock:

@@ -75,11 +75,6 @@ class PackingRule:
     num_stages: int = 1
     """P, of the pipeline of a replica."""
 
-    @property
-    def least_tokens(self) -> int:
-        """Room of a pass that keeps every stage of every replica busy once."""
-        return self.num_replicas * max(self.min_micro_batches, self.num_stages) * self.token_budget
-
     def num_micro_batches(self, needed: int) -> int:
         """Of all replicas, if `needed` would hold the tokens."""
         per_replica = max(-(-needed // self.num_replicas), self.min_micro_batches, 1)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
 from common.run import RunContext
-from learner.batch import StepBatch, pack_rows
+from learner.batch import StepBatch
 from learner.config import LearnerSections
 from learner.decoders import cost_of
 from learner.mesh import Mesh
@@ -73,22 +71,6 @@ class Reference:
             scores |= _by_sequence(new_T, own, np.diff(batch.bounds_T())[own])
         self._release()
         return reference_T, scores
-
-    def score_ahead(self, rows: pa.RecordBatch, rule: PackingRule) -> list[npt.NDArray[np.float32]]:
-        """Score trajectories of no step yet, by the columns of the buffer's schema. All ranks call it together.
-
-        On the last stages one array per trajectory, on the others none. An off-loaded model stays for the next round,
-        until `score` or another model takes its place.
-        """
-        assert self.exists, "nothing asks for scores where there is no reference"
-        scores: Scores = {}
-        rule = replace(rule, unit="sequence")  # no loss follows, which could save a pass
-        for pipeline, own in self._by_model(np.array(rows.column("prompt_id"))):
-            chosen = rows if len(own) == rows.num_rows else rows.take(own)
-            new_T = self._logprobs(pipeline, share_of(pack_rows(chosen, rule), self._mesh, self._device))
-            if new_T is not None:
-                scores |= _by_sequence(new_T, own, np.asarray(chosen.column("logprobs").value_lengths()))
-        return [scores[i] for i in sorted(scores)]
 
     def _by_model(self, prompt_B: IntArray) -> Iterator[tuple[Pipeline, IntArray]]:
         """Yield the models that have some of these sequences, in the same order on all ranks, and which each has."""

@@ -42,8 +42,6 @@ class StepTimes:
     asked_s: float
     started_s: float
     finished_s: float
-    scored_ahead_s: float = 0.0
-    """Part of the wait for the batch that was spent scoring."""
 
 
 def lag_metrics(
@@ -150,7 +148,6 @@ def step_report(
         "batch/shared_frac": batch.packed.shared_frac,
         "batch/cost_balance": batch.packed.cost_balance(batch.rule.num_replicas),
         "time/wait_for_batch": times.started_s - times.asked_s,
-        "time/scored_ahead": times.scored_ahead_s,
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
         "perf/trained_tokens_per_s": trained_tokens / max(times.finished_s - times.asked_s, 1e-9),

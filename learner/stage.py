@@ -17,8 +17,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from msgspec import structs
@@ -148,8 +146,6 @@ class Stage:
         critic = context.config.algorithm.needs.critic
         self._networks = load_networks(context.model_path, config, critic, context.temperature, mesh, device)
         self._reference = build_reference(context, mesh, device)
-        # how samples are packed for it depends on when they come, and runs in float64 are for being compared
-        self._scores_ahead = context.config.algorithm.needs.reference and config.precision != "float64"
         # a share that loads slowly is none that is lost: no collective of training may begin before all are there
         self._ranks.say("")
         logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())
@@ -207,7 +203,7 @@ class Stage:
         source = self._place.coordinator
         told, pairs = torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
         if self._place.is_coordinator:
-            self._coordinator = Coordinator(self._context, self._channel, self._packing.least_tokens, deadline)
+            self._coordinator = Coordinator(self._context, self._channel, deadline)
             self._coordinator.begin(self._progress.version, self._progress.step, deadline)
             pairs = torch.tensor(list(self._coordinator.resumed_at.items()))
             told += torch.tensor([self._coordinator.incarnation, len(pairs)])
@@ -237,8 +233,7 @@ class Stage:
             return self._hear_of_batch()
         try:
             self._release_draws()
-            score = self._score if self._scores_ahead else None
-            draw = self._coordinator.draw(step, self._progress.version, self._stop, self._make_up, score)
+            draw = self._coordinator.draw(step, self._progress.version, self._stop, self._make_up)
             if draw is not None:
                 self._coordinator.check_age(draw, self._progress.version)
         except (TimeoutError, BufferError, CheckpointFailed, PublishFailed, StaleTokens) as error:
@@ -256,14 +251,8 @@ class Stage:
             kind, payload = self._channel.receive()
             if kind is Kind.PUBLISH:
                 self._publish(self._progress.version)
-            elif kind is Kind.SCORE:
-                self._score(payload)
             else:
                 return payload if kind is Kind.BATCH else None
-
-    def _score(self, body: bytes | memoryview) -> list[npt.NDArray[np.float32]]:
-        """Score trajectories of no step yet; the result counts on the coordinator."""
-        return self._reference.score_ahead(read_stream(body), self._packing)
 
     def _make_up(self) -> None:
         """On the coordinator, while the others listen: publish what was left out. Admission may be waiting for it."""
@@ -285,8 +274,7 @@ class Stage:
             raise BadSample(f"step {step}: {error}; {kept}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         self._progress = structs.replace(self._progress, step=step, version=result.version)
-        ahead_s = self._coordinator.scored_ahead_s if self._coordinator is not None else 0.0
-        times = StepTimes(asked_s, started_s, wall_time(), ahead_s)
+        times = StepTimes(asked_s, started_s, wall_time())
         if self._coordinator is not None and own is not None:
             if result.new_scores:
                 records = [own.record_ids[i] for i in result.new_scores]

@@ -130,8 +130,6 @@ class TrainStep:
         distances, by_actor = draw.distances()
         clock.lap("time/loss")
         means = mean_metrics(updates, acts_on_ess=self._config.ess_budget is not None)
-        if self._reference.exists:
-            means["scored/ahead_frac"] = 1.0 - len(batch.unscored()) / batch.rows.num_rows
         return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores, by_actor)
 
     def _divide(self, batch: StepBatch, step: int) -> list[IntArray]:

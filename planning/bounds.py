@@ -138,9 +138,7 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
     per_step = contract.groups_per_step * group_size
     turn_s = mean_step_s + costs.between_steps_s
     uses = inf if world.buffer.max_uses == "unlimited" else world.buffer.max_uses
-    if world.scores is not None:  # a learner that never waits scores in its steps, each sample for its first use
-        scores, tokens = world.scores, per_step / uses * (world.prompt_tokens + lengths.mean)
-        turn_s += tokens * (min(scores.token_s, scores.ahead_token_s) if scores.round_tokens else scores.token_s)
+    turn_s += world.score_token_s * per_step / uses * (world.prompt_tokens + lengths.mean)  # each sample's first use
     if contract.bound() is None and world.buffer.replays:  # what waits to be used again is not outstanding
         return Bounds(uses * generation, per_step / turn_s, inf)
     rest_s = costs.reward_s + mean_step_s

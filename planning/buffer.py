@@ -40,7 +40,6 @@ class SimulatedGroup:
     lengths: list[float]
     tokens: list[int]
     """Of each of its samples, prompt and completion."""
-    is_scored: bool
     usual_tokens: float = 0.0
     """Of a completion of its prompt, as foretold."""
     uses: int = 0
@@ -112,10 +111,9 @@ class SimulatedBuffer:
         return [self._ready[group_id] for group_id in chosen]
 
     def use(self, groups: Sequence[SimulatedGroup]) -> None:
-        """A step takes them, and scores what lacks it."""
+        """A step takes them."""
         for group in groups:
             group.uses += 1
-            group.is_scored = True
         self._drawn = [self._ready.pop(group.id) for group in dict.fromkeys(groups)]
         for group in self._drawn:
             self._index.put(group.id, None)
@@ -130,25 +128,6 @@ class SimulatedBuffer:
                 self._num_stored -= len(group.lengths)
         self._drawn = []
 
-    def unscored(self, max_tokens: int) -> list[SimulatedGroup]:
-        """Groups to score, as `Scoring.take`: the oldest, of so many tokens together at most, but one at least."""
-        found: list[SimulatedGroup] = []
-        num_tokens = 0
-        for key in self._index.unscored:
-            group = self._ready[key.group_id]
-            num_tokens += group.num_tokens
-            if found and num_tokens > max_tokens:
-                break
-            found.append(group)
-        return found
-
-    def scored(self, groups: Iterable[SimulatedGroup]) -> None:
-        """They are, and need not be in their step."""
-        for group in groups:
-            group.is_scored = True
-            if group.id in self._ready:
-                self._place(group)
-
     def _place(self, group: SimulatedGroup) -> None:
         replays = self._world.buffer.replays
         place = Place(
@@ -158,7 +137,6 @@ class SimulatedBuffer:
             uses=group.uses,
             bucket=bucket_of(sum(group.lengths) / len(group.lengths)),
             log_weight=0.0 if self._weigh is None else self._weigh(_UNREWARDED, group.oldest),
-            is_scored=group.is_scored,
         )
         self._index.put(group.id, place)
 

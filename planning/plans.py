@@ -134,7 +134,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
         num_prompts=config.task.num_train or World.num_prompts,
         prompt_tokens=prompt_tokens,
         costs=profile.costs(),
-        scores=learner.scores(shape, ahead=config.learner.precision != "float64"),
+        score_token_s=learner.score_token_s_of(shape),
         learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in stage_pools(config)),
     )
 

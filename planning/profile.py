@@ -9,17 +9,14 @@ from typing import Any
 import msgspec
 
 from common.files import write_whole
-from learner.packing import CostModel
 from planning.costs import TokenTime
 from planning.learner import LearnerShape, LearnerTime
 from planning.lengths import LengthLaw
-from planning.world import Costs, Scores
+from planning.world import Costs
 
 FORMAT = 3
 LEASE_S = 0.025
 """An actor at a closed door asks again after at most twice as long; see `actors.loop`."""
-POLL_S = 0.05
-"""A learner that waits looks so often for samples to score; see `learner.coordinator`."""
 
 
 class ProfileError(ValueError):
@@ -73,20 +70,14 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """From the end of a step to the begin of the next where its batch was ready."""
     score_token_s: float = 0.0
     """Of scoring a token with the reference in a step, on one stage alone; 0 where the learner has none."""
-    score_ahead_token_s: float = 0.0
-    """The same while the learner waits, a few groups at a time."""
 
     @property
     def law(self) -> LearnerTime:
         return LearnerTime(*self.terms)
 
-    def scores(self, shape: LearnerShape, *, ahead: bool) -> Scores | None:
-        """For a simulation of a learner of this shape, which scores while it waits or does not."""
-        if not self.score_token_s:
-            return None
-        ranks = shape.num_stages * shape.num_replicas
-        round_tokens = shape.rule(CostModel()).least_tokens if ahead else 0
-        return Scores(self.score_token_s / ranks, self.score_ahead_token_s / ranks, round_tokens, POLL_S)
+    def score_token_s_of(self, shape: LearnerShape) -> float:
+        """Return the seconds of scoring a token in a step of a learner of this shape."""
+        return self.score_token_s / (shape.num_stages * shape.num_replicas)
 
 
 class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):

@@ -107,7 +107,7 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
         relative_error=fit.relative_error,
         shape=shape_of(config),
         between_steps_s=_between_steps_s(runs),
-        **_score_costs(runs),
+        score_token_s=_score_token_s(runs),
     )
     completions = [length for run in runs for length in run.trained.completions]
     explained = [explained_by_prompt(run.trained.prompts, run.trained.completions) for run in runs]
@@ -139,19 +139,15 @@ def costs_of(folders: Sequence[RunFolder]) -> Costs:
     return weights.as_costs(_settled_s(runs), _between_steps_s(runs))
 
 
-def _score_costs(runs: Sequence[_Run]) -> dict[str, float]:
-    """Seconds of a token on one stage, in a step and while waiting for one; where nothing was scored so, as other."""
-    tokens, seconds = np.zeros(2), np.zeros(2)
+def _score_token_s(runs: Sequence[_Run]) -> float:
+    """Seconds of scoring a token with the reference, on one stage."""
+    tokens = seconds = 0.0
     for run in runs:
         shape = shape_of(run.config)
         for row in run.steps:
-            ahead = row.get("scored/ahead_frac") or 0.0
-            tokens += row["batch/tokens"] * np.array([1.0 - ahead, ahead])
-            spent = [row.get("time/reference") or 0.0, row.get("time/scored_ahead") or 0.0]
-            seconds += np.array(spent) * shape.num_stages * shape.num_replicas
-    in_all = seconds.sum() / tokens.sum()
-    rates = [float(spent / num) if spent and num else float(in_all) for spent, num in zip(seconds, tokens, strict=True)]
-    return {"score_token_s": rates[0], "score_ahead_token_s": rates[1]}
+            tokens += row["batch/tokens"]
+            seconds += (row.get("time/reference") or 0.0) * shape.num_stages * shape.num_replicas
+    return seconds / tokens
 
 
 def _weights(runs: Sequence[_Run]) -> WeightCosts:

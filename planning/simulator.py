@@ -6,7 +6,7 @@ time is what follows from them.
 
     engine     TokenClock: samples share it; leased ones wait for a slot, and for weights that are new enough
     groups     leased -> complete, when the last of K samples has its reward -> drawn, once or more, or dropped as stale
-    learner    draws when it can, scores what lacks it, trains, publishes what is due; while it waits it scores ahead
+    learner    draws when it can, scores what lacks it, trains, publishes what is due
     weights    come to each engine some time after they are published, and stop it for a moment
 
 Not in it: failures, evaluations, preemption
@@ -28,9 +28,9 @@ from common.staleness import PolicyVersion
 from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
 from planning.kv_gate import KvGate
 from planning.lengths import PromptStream
-from planning.world import EnginePool, Outcome, Scores, TokenClock, World
+from planning.world import EnginePool, Outcome, TokenClock, World
 
-_END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE, _POLL, _SCORED = range(9)
+_END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE = range(7)
 _NEVER = 1 << 60
 
 _Sample = tuple[SimulatedGroup, int, int, float]
@@ -88,7 +88,7 @@ class Simulation:
             for _ in range(pool.count)
         ]
         self._version = self._published = 0
-        self._is_training = self._is_scoring = self._is_polling = False
+        self._is_training = False
         self._found = Outcome()
 
     # --- running ----------------------------------------------------------------------------------
@@ -99,7 +99,6 @@ class Simulation:
         handlers: dict[int, Callable[[Any], None]] = {
             _UPDATE: self._on_update, _REWARDED: self._on_rewarded, _PUBLISHED: self._on_published,
             _STEP: self._on_step, _DRAW: self._on_learner_free, _LEASE: self._on_lease,
-            _POLL: self._on_poll, _SCORED: self._on_scored,
         }  # fmt: skip
         events, step, counted_from_s = self._events, 0, 0.0
         while events and step < num_steps:
@@ -285,7 +284,6 @@ class Simulation:
             oldest=_NEVER,
             lengths=lengths,
             tokens=[self._world.prompt_tokens + int(length) for length in lengths],
-            is_scored=self._world.scores is None,
             usual_tokens=self._prompts.usual_tokens(prompt, self._version),
             made=[0.0] * len(lengths),
         )
@@ -303,17 +301,10 @@ class Simulation:
     # --- the learner ------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Begin a step, where one can begin; until then score what is there for it."""
-        if self._is_training or self._is_scoring:
+        """Begin a step, where one can begin."""
+        if self._is_training:
             return
-        self._begin_step()
-        scores = self._world.scores
-        if scores is not None and scores.round_tokens and not self._is_training and not self._is_polling:
-            self._is_polling = True
-            self._at(self.now_s + self._random.random() * scores.poll_s, _POLL, scores)
-
-    def _begin_step(self) -> None:
-        contract, version, scores = self._contract, self._version, self._world.scores
+        contract, version = self._contract, self._version
         dropped = self._buffer.drop_stale(version)
         for group in dropped:
             if not group.uses:
@@ -328,8 +319,7 @@ class Simulation:
         self._num_pending = len(set(groups))
         self._prompts.pace.drawn()
         step_s = self._world.step_s([tokens for group in groups for tokens in group.tokens])
-        if scores is not None:
-            step_s += scores.token_s * sum(group.num_tokens for group in groups if not group.is_scored)
+        step_s += self._world.score_token_s * sum(group.num_tokens for group in groups if not group.uses)
         self._buffer.use(groups)
         updates = contract.updates_per_step
         for update in range(1, updates + 1):
@@ -358,25 +348,6 @@ class Simulation:
         self._is_training = False
         self._draw()
         self._knock()
-
-    def _on_poll(self, scores: Scores) -> None:
-        """Score a round of what no step has scored yet."""
-        self._is_polling = False
-        if self._is_training or self._is_scoring:
-            return
-        groups = self._buffer.unscored(scores.round_tokens)
-        if groups:
-            self._is_scoring = True
-            took_s = scores.ahead_token_s * sum(group.num_tokens for group in groups)
-            self._at(self.now_s + took_s, _SCORED, (scores, groups))
-
-    def _on_scored(self, what: tuple[Scores, list[SimulatedGroup]]) -> None:
-        scores, groups = what
-        self._is_scoring = False
-        self._buffer.scored(groups)
-        self._is_polling = True  # at once, if there is still no step
-        self._draw()
-        self._on_poll(scores)
 
     # --- weights ----------------------------------------------------------------------------------
 

@@ -159,20 +159,6 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What the learner's own reference model costs; where the loss reads none there are none."""
-
-    token_s: float
-    """Of a token in a step, for samples that were not scored before."""
-    ahead_token_s: float
-    """Of a token while the learner waits for a step."""
-    round_tokens: int
-    """Tokens of groups that are scored at a time, meanwhile; 0 where nothing is."""
-    poll_s: float = 0.0
-    """A learner that waits, and has nothing to score, looks so often whether there is something."""
-
-
-@dataclass(frozen=True)
 class World:
     """A run to simulate."""
 
@@ -184,7 +170,8 @@ class World:
     num_prompts: int = 65_536
     prompt_tokens: int = 64
     costs: Costs = Costs()
-    scores: Scores | None = None
+    score_token_s: float = 0.0
+    """Of scoring a token with the reference, in the step that uses its sample first; 0 without a reference."""
     learner_price: float = 0.0
     prompts: Callable[[int], PromptStream] | None = None
     """The prompts under a seed; None: as the law of lengths makes them."""

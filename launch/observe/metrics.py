@@ -151,9 +151,6 @@ METRICS: dict[str, str] = {
     "samples of a prompt they say nothing. buffer.refill_uninformative sets such groups aside.",
     # time, and who waits for whom
     "time/wait_for_batch": "Seconds that the learner waited for the step's batch.",
-    "time/scored_ahead": "Of that wait, the seconds in which the learner scored with the reference model what had "
-    "arrived for later steps.",
-    "scored/ahead_frac": "Share of the step's samples that the reference model had scored before the step.",
     "time/step": "Seconds from the batch to the update.",
     "time/reference": "Seconds spent scoring with the reference model.",
     "time/forward": "Seconds of forward-only passes: of the whole draw, and pass 1 of its updates.",

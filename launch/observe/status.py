@@ -227,8 +227,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     @property
     def learner_busy_frac(self) -> float | None:
         """Share of the last step, and of the wait for its batch, in which the learner computed."""
-        step_s, wait_s, ahead_s = (self.row.get(f"time/{name}") for name in ("step", "wait_for_batch", "scored_ahead"))
-        return (step_s + (ahead_s or 0.0)) / (step_s + (wait_s or 0.0)) if step_s else None
+        step_s, wait_s = (self.row.get(f"time/{name}") for name in ("step", "wait_for_batch"))
+        return step_s / (step_s + (wait_s or 0.0)) if step_s else None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Who scores with the reference before a step: the learner, of two stages, while it waits; or nobody."""
+"""The reference scores in the step, over two stages, and its scores are stored."""
 
 import time
 
@@ -9,10 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer.client import BufferClient
 from common.staleness import PolicyVersion
-from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, make_model, make_up
-
-EARLY = (GROUPS_PER_STEP - 1) * GROUP_SIZE
-"""Samples that are there when the learner begins to wait."""
+from tests.faults.learner_run import GROUPS_PER_STEP, LearnerRun, make_model, make_up
 
 
 @pytest.fixture
@@ -50,60 +47,33 @@ def scored_by_hand(run, sample, model="model"):
     return logprobs[predicted - 1, tokens[predicted]].numpy()
 
 
-def test_what_is_ready_is_scored_before_its_batch_is_complete_and_the_step_scores_the_rest(run, actor):
-    run.start(num_steps=1)
-    *early, late = samples(actor, GROUPS_PER_STEP)
-    for sample in [sample for group in early for sample in group]:
+def check(run, pushed, models):
+    """Each sample has the scores of the model of its prompt."""
+    for sample, found in zip(pushed, run.scores().values(), strict=True):
+        by_hand = scored_by_hand(run, sample, models[sample.prompt_id % len(models)])
+        np.testing.assert_allclose(found, by_hand, rtol=0, atol=1e-5)
+
+
+def train_step(run, actor, **start):
+    """One step of all samples, which are returned."""
+    run.start(num_steps=1, **start)
+    pushed = [sample for group in samples(actor, GROUPS_PER_STEP) for sample in group]
+    for sample in pushed:
         actor.push(sample).result(60)
-    run.wait_until(lambda: len(run.scores()) == EARLY, "scoring of what is ready")
-    scores = run.scores()
-    for sample, found in zip([each for group in early for each in group], scores.values(), strict=True):
-        np.testing.assert_allclose(found, scored_by_hand(run, sample), rtol=0, atol=1e-5)
-    for sample in late:
-        actor.push(sample)
     assert set(run.finish(run.ranks)) == {0}, run.logs()
-    (report,) = run.reports()
-    assert EARLY / (EARLY + GROUP_SIZE) <= report["scored/ahead_frac"] <= 1
-    assert 0 < report["time/scored_ahead"] < report["time/wait_for_batch"]
+    return pushed
 
 
-def test_a_learner_in_float64_leaves_all_scores_to_the_step(run, actor):
-    run.start(num_steps=1, precision="float64")
-    *early, late = samples(actor, GROUPS_PER_STEP)
-    for sample in [sample for group in early for sample in group]:
-        actor.push(sample).result(60)
-    run.wait_until_ready()
-    time.sleep(1.0)
-    assert run.scores() == {}
-    for sample in late:
-        actor.push(sample)
-    assert set(run.finish(run.ranks)) == {0}, run.logs()
-    (report,) = run.reports()
-    assert report["scored/ahead_frac"] == 0
-    assert len(run.scores()) == EARLY + GROUP_SIZE
+def test_a_step_stores_the_scores_of_its_samples(run, actor):
+    check(run, train_step(run, actor), ["model"])
 
 
-def test_of_several_teachers_each_scores_its_own_prompts_while_the_learner_waits_and_in_the_step(run, actor):
-    names = ("math", "code")
+def test_of_several_teachers_each_scores_its_own_prompts(run, actor):
+    names = ["math", "code"]
     for name, num_layers in zip(names, (2, 3), strict=True):
         make_model(run.folder / name, tied=True, num_layers=num_layers)
-
-    def check(groups):
-        pushed = [sample for group in groups for sample in group]
-        for sample, found in zip(pushed, run.scores().values(), strict=True):
-            by_hand = [scored_by_hand(run, sample, name) for name in names]
-            np.testing.assert_allclose(found, by_hand[sample.prompt_id % 2], rtol=0, atol=1e-5)
-            assert np.abs(by_hand[0] - by_hand[1]).max() > 1e-3
-
-    run.start({"type": "distillation"}, num_steps=1, teachers=[run.folder / n for n in names])
-    first, late, last = sorted(samples(actor, GROUPS_PER_STEP), key=lambda group: group[0].prompt_id % 2)
-    early = [first, last]
-    assert {group[0].prompt_id % 2 for group in early} == {0, 1}
-    for sample in [sample for group in early for sample in group]:
-        actor.push(sample).result(60)
-    run.wait_until(lambda: len(run.scores()) == EARLY, "scoring of what is ready")
-    check(early)
-    for sample in late:
-        actor.push(sample).result(60)
-    assert set(run.finish(run.ranks)) == {0}, run.logs()
-    check([*early, late])
+    pushed = train_step(run, actor, algorithm={"type": "distillation"}, teachers=[run.folder / n for n in names])
+    assert {sample.prompt_id % 2 for sample in pushed} == {0, 1}
+    check(run, pushed, names)
+    one, other = (scored_by_hand(run, pushed[0], name) for name in names)
+    assert np.abs(one - other).max() > 1e-3

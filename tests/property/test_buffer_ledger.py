@@ -165,12 +165,11 @@ class ScheduledBuffer(RuleBasedStateMachine):
 
     # --- learner ----------------------------------------------------------------------------------
 
-    @rule(max_tokens=st.integers(0, 60), all_of_it=st.booleans())
-    def score(self, max_tokens, all_of_it):
-        """Ready samples are scored, all or but the first."""
-        taken, body = self.buffer.answer(p.TakeUnscored(max_tokens))
-        assert bool(body) == bool(taken.record_ids)
-        records = taken.record_ids[0 if all_of_it else 1 :]
+    @rule(num=st.integers(0, 8))
+    def score(self, num):
+        """Samples of ready groups are scored."""
+        ready = self.buffer.store.read(lambda tx: [g for _, g in tx.groups.all_items() if g.phase == "ready"])
+        records = [group.records[i] for group in ready for i in group.usable()][:num]
         scores = [np.zeros(4, np.float32) for _ in records]
         self.buffer.ask(p.WriteScores(), p.Done, schema.encode_scores(records, scores))
 

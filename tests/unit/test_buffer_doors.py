@@ -110,7 +110,7 @@ def every_request(lease, actor=ACTOR.name, epoch=1):
         p.Hello("observer", "another", "s"), p.LeaseRequest(actor, epoch, 99, 4), p.Push(actor, epoch),
         p.GiveUp(actor, epoch, lease.lease_id, lease.attempt, lease.sample_indices, "x"), p.Renew(actor, epoch, []),
         p.HandOn(actor, epoch, lease.lease_id, lease.attempt, lease.sample_indices),
-        p.DrawRequest(1, 0, 0, 1, 0.0), p.TakeUnscored(9), p.WriteScores(),
+        p.DrawRequest(1, 0, 0, 1, 0.0), p.WriteScores(),
         p.StepFinished(1, 1, 0), p.Published(0, 1), p.CheckpointDurable(1, 0), p.BeginIncarnation("x", 0, 0),
         p.VisitsRequest(), p.Expect(0, 1.0), p.Drain(), p.StatusRequest(),
     ]  # fmt: skip

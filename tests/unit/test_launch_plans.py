@@ -30,7 +30,7 @@ from planning.lengths import PromptStream
 from planning.planner import Planner
 from planning.plans import Host, predict, read_hosts, read_plan, world_of
 from planning.profile import Profile, ProfileError
-from planning.profiling import _score_costs
+from planning.profiling import _score_token_s
 from tests.unit.made_up_profile import DEMO, profile
 
 LEARNED_FROM = (
@@ -426,32 +426,22 @@ def test_what_is_no_plan_is_refused(tmp_path, text, message):
         read_plan(tmp_path / "plan.toml")
 
 
-def test_what_scores_cost_is_told_apart_by_when_they_were_computed():
-    rows = [
-        {"batch/tokens": 1000, "scored/ahead_frac": 0.0, "time/reference": 0.2, "time/scored_ahead": 0.0},
-        {"batch/tokens": 2000, "scored/ahead_frac": 0.75, "time/reference": 0.1, "time/scored_ahead": 0.6},
-    ]
+def test_what_scores_cost_is_that_of_one_stage():
+    rows = [{"batch/tokens": 1000, "time/reference": 0.2}, {"batch/tokens": 2000, "time/reference": 0.4}]
 
     def run(rows):
         return SimpleNamespace(config=load_config(DEMO, ["--learner.num_stages", "2"]), steps=rows)
 
-    # two stages share each token: 0.3 s of 1,500 in their steps, 0.6 s of 1,500 before
-    assert _score_costs([run(rows)]) == pytest.approx({"score_token_s": 4e-4, "score_ahead_token_s": 8e-4})
-    assert _score_costs([run(rows[:1])]) == pytest.approx({"score_token_s": 4e-4, "score_ahead_token_s": 4e-4})
-    without = [{"batch/tokens": 1000, "time/reference": None}]
-    assert _score_costs([run(without)]) == {"score_token_s": 0.0, "score_ahead_token_s": 0.0}
+    assert _score_token_s([run(rows)]) == pytest.approx(4e-4), "two stages share each token"
+    assert _score_token_s([run([{"batch/tokens": 1000, "time/reference": None}])]) == 0.0
 
 
-def test_scores_belong_to_the_learner_unless_it_has_no_reference_or_scorers_do_it():
+def test_scores_are_shared_by_the_stages_and_cost_nothing_without_a_reference():
     found = profile()
-    assert world_of(load_config(DEMO), found).scores is None
-    told = msgspec.structs.replace(found.learner, score_token_s=4e-4, score_ahead_token_s=8e-4)
+    assert world_of(load_config(DEMO), found).score_token_s == 0.0
+    told = msgspec.structs.replace(found.learner, score_token_s=4e-4)
     found = msgspec.structs.replace(found, learner=told)
-    scores = world_of(load_config(DEMO, ["--learner.num_stages", "2"]), found).scores
-    assert (scores.token_s, scores.ahead_token_s) == (2e-4, 4e-4)
-    assert scores.round_tokens >= 2 * load_config(DEMO).learner.token_budget
-    never = ["--learner.precision", "float64"]
-    assert world_of(load_config(DEMO, never), found).scores.round_tokens == 0
+    assert world_of(load_config(DEMO, ["--learner.num_stages", "2"]), found).score_token_s == 2e-4
 
 
 class SlowRun:

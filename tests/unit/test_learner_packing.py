@@ -280,25 +280,12 @@ def test_each_of_several_teachers_scores_the_samples_of_its_own_prompts():
     }
 
 
-def test_what_teachers_score_ahead_comes_back_in_the_order_in_which_it_was_asked():
-    rows = [replace(row, prompt_id=prompt) for row, prompt in zip(of_lengths((0, 5), (1, 4)), (1, 0), strict=True)]
-    reference = reference_of(Echo(), Shifted(), teacher_of_prompt=bytes([0, 1]))
-    first, second = reference.score_ahead(to_batch(rows, "run"), PackingRule(8))
-    assert (len(first), len(second)) == (3, 2)
-    assert (first < -900).all()
-    assert (second > -900).all()
-
-
 def test_scoring_packs_for_one_forward_pass_also_where_the_loss_compares_groups():
     rows = [replace(row, token_ids=row.token_ids + i) for i, row in enumerate(of_lengths(*[(0, 3)] * 4, *[(1, 3)] * 2))]
     rule = PackingRule(12, min_micro_batches=2, unit="group", num_stages=2)
     batch = StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule)
     assert batch.packed.cost_M.tolist() == [6, 12], "longer, but one pass of two is saved"
     assert batch.pack(np.arange(6)).cost_M.tolist() == [9, 9]
-    seen = []
-    echo = SimpleNamespace(modules=(), forward_only=lambda on: seen.append(on.packed.cost_M.tolist()) or -on.tokens_ML)
-    reference_of(echo).score_ahead(to_batch(rows, "run"), rule)
-    assert seen == [[9, 9]]
 
 
 class OffLoaded(Echo):
@@ -318,16 +305,15 @@ class OffLoaded(Echo):
         self.is_here = False
 
 
-def test_an_off_loaded_reference_comes_once_for_all_rounds_of_a_wait_and_is_gone_when_the_step_trains():
-    rows = to_batch(of_lengths((0, 5), (1, 4)), "run")
+def test_off_loaded_references_come_one_at_a_time_and_are_gone_when_the_step_trains():
+    rows = [replace(row, prompt_id=prompt) for row, prompt in zip(of_lengths((0, 5), (1, 4)), (0, 1), strict=True)]
     one, other = OffLoaded(), OffLoaded()
-    for teacher in (0, 0, 0, 1):
-        reference_of(one, other, teacher_of_prompt=bytes([teacher])).score_ahead(rows, PackingRule(8))
-        assert (one.is_here, other.is_here) == (teacher == 0, teacher == 1), "there is room for one"
+    other.forward_only = lambda batch: [one.is_here] and OffLoaded.forward_only(other, batch)
+    score(
+        StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), one, other, teacher_of_prompt=bytes([0, 1])
+    )
     assert (one.num_fetched, other.num_fetched) == (1, 1)
-    known = [replace(row, reference_logprobs=np.zeros(3, np.float32)) for row in of_lengths((0, 5))]
-    score(StepBatch.build(to_batch(known, "run"), 0, {0: 0}, PackingRule(8)), one, other)
-    assert not other.is_here, "also where the step had nothing left to score"
+    assert (one.is_here, other.is_here) == (False, False)
 
 
 class Third(Echo):

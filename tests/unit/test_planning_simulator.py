@@ -10,7 +10,7 @@ from buffer.config import BufferConfig
 from common.staleness import StalenessConfig, StalenessContract
 from planning.costs import TokenTime
 from planning.simulator import Simulation
-from planning.world import Costs, EnginePool, Scores, World
+from planning.world import Costs, EnginePool, World
 
 LAW = TokenTime(4e-3, 6e-5)
 K, G = 8, 4
@@ -19,7 +19,7 @@ FREE = Costs()
 
 def world(
     *, slots=16, engines=1, length=100, lengths=None, step_s=1e-9, max_lag=4, law=LAW, costs=FREE, sampler=None,
-    pools=None, kv_tokens=float("inf"), groups=G, scores=None, **staleness,
+    pools=None, kv_tokens=float("inf"), groups=G, score_token_s=0.0, **staleness,
 ):  # fmt: skip
     config = ActorsConfig(group_size=K, max_running_samples=slots, max_new_tokens=4096)
     return World(
@@ -31,7 +31,7 @@ def world(
         num_prompts=1000,
         prompt_tokens=10,
         costs=costs,
-        scores=scores,
+        score_token_s=score_token_s,
     )
 
 
@@ -78,33 +78,10 @@ def test_synchronous_training_takes_turns():
 STEP_TOKENS = G * K * (10 + 100)
 
 
-def test_a_learner_that_never_waits_scores_in_its_steps():
-    found = Simulation(world(engines=4, step_s=10.0, scores=Scores(1e-3, 1.0, 100))).run(60, warm_up=20)
+def test_a_step_scores_what_no_step_has_scored():
+    found = Simulation(world(engines=4, step_s=10.0, score_token_s=1e-3)).run(60, warm_up=20)
     assert found.seconds / found.num_steps == pytest.approx(10.0 + 1e-3 * STEP_TOKENS, rel=1e-9)
     assert found.learner_busy == pytest.approx(1.0, rel=1e-9)
-
-
-def test_a_learner_that_waits_has_scored_all_but_what_came_last():
-    """One engine that runs a group at a time; each is scored before the next is complete, and the last in the step."""
-    group_s, group_tokens = 100 * LAW.seconds(K, 0), K * (10 + 100)
-    ahead = Scores(1e-4, 0.5 * group_s / group_tokens, 3 * group_tokens)
-    made = world(slots=K, step_s=1e-6, max_lag="unbounded", scores=ahead)
-    found = Simulation(made).run(40, warm_up=10)
-    assert found.busy_s / found.num_steps == pytest.approx(1e-6 + ahead.token_s * group_tokens, rel=1e-9)
-    none_ahead = Simulation(world(slots=K, step_s=1e-6, max_lag="unbounded", scores=Scores(1e-4, 0.0, 0)))
-    found = none_ahead.run(40, warm_up=10)
-    assert found.busy_s / found.num_steps == pytest.approx(1e-6 + ahead.token_s * STEP_TOKENS, rel=1e-9)
-
-
-def test_a_round_of_scores_delays_the_step_that_it_meets():
-    """max_lag = 0 and an engine that ends all groups at once: the first is being scored when the step could begin."""
-    group_tokens = K * (10 + 100)
-    costs = Costs(publish_s=0.5)
-    scores = Scores(0.0, 1e-3, 3 * group_tokens)
-    made = world(slots=G * K, step_s=3.0, max_lag=0, costs=costs, scores=scores)
-    found = Simulation(made).run(40, warm_up=10)
-    turn_s = 3.0 + 0.5 + 100 * LAW.seconds(G * K, 0) + 1e-3 * group_tokens
-    assert found.seconds / found.num_steps == pytest.approx(turn_s, rel=1e-9)
 
 
 def test_groups_that_do_not_divide_the_slots_leave_none_of_them_empty():
@@ -131,9 +108,9 @@ class WatchedDoor(Simulation):
 
     num_looks = 0
 
-    def _begin_step(self):
+    def _draw(self):
         before = self._found.num_dropped
-        super()._begin_step()
+        super()._draw()
         if self._found.num_dropped > before and not self._is_closed():
             self.num_looks += 1
             assert not [each for each in self._engines if each.closed_since_s is not None and not each.is_asking]

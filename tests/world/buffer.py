@@ -243,7 +243,6 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
         "unleased",
         "leases",
         "ready",
-        "unscored",
         "uninformative",
         "num_unused",
         "strata",
