@@ -188,11 +188,12 @@ def test_after_restarts_a_token_has_the_same_lag_on_every_rank(tmp_path, monkeyp
 
         monkeypatch.setattr(stage_file.dist, "broadcast", broadcast)
         stage = Stage(context, rank, "")
-        stage._packing, stage._channel = RULE, None
+        stage._channel = None
         stage._ranks = SimpleNamespace(group="as patient as while they load")
         stage._begin_incarnation(deadline=0.0)
         assert stage._progress.incarnation == 2
-        return stage._batch(bytes(encode(rows, "run")))[0].lag_T.tolist()
+        built = StepBatch.build(read_stream(encode(rows, "run")), stage._progress.version, stage._resumed_at, RULE)
+        return built.lag_T.tolist()
 
     wanted = (-OneByOne(rows).counted_T).tolist()
     assert [lags_on(rank) for rank in (1, 0, 3)] == [wanted] * 3, "the coordinator is rank 1"
