@@ -111,11 +111,7 @@ class Coordinator:
         self._contract = context.facts.contract
         self._channel = channel
         self._client = BufferClient(
-            context.buffer_address,
-            run_id=context.facts.run_id,
-            role="learner",
-            name="learner",
-            keys=context.keys,
+            context.buffer_address, run_id=context.facts.run_id, role="learner", name="learner", keys=context.keys
         )
         self._client.connect(deadline)
         self.metrics = MetricsFile(context.folder / "metrics.jsonl")

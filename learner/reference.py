@@ -46,10 +46,6 @@ class Reference:
         self._dtype = dtype
         self._teacher_of_prompt = np.frombuffer(teacher_of_prompt, np.uint8)
 
-    @property
-    def exists(self) -> bool:
-        return bool(self.pipelines)
-
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
         """Return reference log-probabilities, and those computed anew. All ranks call it together.
 

@@ -47,10 +47,6 @@ class SimulatedGroup:
     """Tokens that there are of each completion; those in an engine count when they leave it."""
     resting: list[int] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.tokens)
-
 
 class SimulatedBuffer:
     """Groups that are open, and those that are ready to be drawn."""

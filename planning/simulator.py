@@ -319,7 +319,7 @@ class Simulation:
         self._num_pending = len(set(groups))
         self._prompts.pace.drawn()
         step_s = self._world.step_s([tokens for group in groups for tokens in group.tokens])
-        step_s += self._world.score_token_s * sum(group.num_tokens for group in groups if not group.uses)
+        step_s += self._world.score_token_s * sum(sum(group.tokens) for group in groups if not group.uses)
         self._buffer.use(groups)
         updates = contract.updates_per_step
         for update in range(1, updates + 1):

@@ -279,11 +279,7 @@ def load_classifier(name: str, config: Classifier) -> Call:
         raise TaskError(
             f"{where}: {config.path} lacks {missing[0]}, so its rewards would be random: it is no trained classifier"
         )
-    limit = getattr(made.get_text_config(), "max_position_embeddings", None)
-    for part, module in model.named_modules():  # models like RoBERTa count positions from their padding's on
-        if limit is not None and part.endswith("position_embeddings"):
-            padding = getattr(module, "padding_idx", None)
-            limit -= 0 if padding is None else padding + 1
+    limit = _max_tokens(model)
     pads = tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id
     if pads:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
@@ -322,6 +318,15 @@ def load_classifier(name: str, config: Classifier) -> Call:
         return values
 
     return call
+
+
+def _max_tokens(model: Any) -> int | None:  # noqa: ANN401 -- Transformers
+    """Return the length of text that a model was made for; None if it has no limit."""
+    if (limit := getattr(model.config.get_text_config(), "max_position_embeddings", None)) is None:
+        return None
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (getattr(table, "padding_idx", None) for table in tables)  # models like RoBERTa count from behind it
+    return int(limit) - sum(index + 1 for index in padding if index is not None)
 
 
 def _text(tokenizer: Any, config: Classifier, prompt: str, completion: str) -> str:  # noqa: ANN401 -- Transformers

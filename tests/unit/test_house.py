@@ -8,15 +8,15 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 
 BOUNDS = {
     "files": 176,
-    "lines": 45_357,
-    "lines without planning": 40_007,
+    "lines": 45_350,
+    "lines without planning": 40_004,
     "lines of buffer": 7_780,
     "lines of launch": 11_951,
     "lines of shell": 910,
     "lines of the report's page": 422,
     "lines of examples": 1_025,
     "longest file": 471,
-    "longest function": 61,
+    "longest function": 57,
     "modules imported by exactly one other": 31,
     "import cycles": 0,
     "class names with two meanings": 0,
