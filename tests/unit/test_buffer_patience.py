@@ -168,7 +168,7 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     service = serve()
     (tmp_path / "metrics.jsonl").touch()
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer_address=service.address)
-    coordinator = Coordinator(context, None, 64)
+    coordinator = Coordinator(context, None)
     has_space, now = space_on_disk(service, monkeypatch)
     began = now()
     with pytest.raises(TimeoutError, match=f"{service.address} was asked to begin an incarnation .* s: no space is"):
@@ -184,9 +184,8 @@ def test_a_learner_begins_once_a_full_disk_has_space_or_says_who_lets_it_wait(se
     coordinator.close()
 
 
-@pytest.mark.parametrize(("score", "what"), [(None, "draw step 1"), (lambda _: [], "give samples to score")])
 def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_for_a_batch(
-    score, what, serve, monkeypatch, tmp_path
+    serve, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("learner.coordinator.REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr("learner.coordinator.HEARTBEAT_S", 0.05)
@@ -194,14 +193,14 @@ def test_a_learner_waits_for_a_draw_that_a_full_disk_has_no_room_for_as_long_as_
     monkeypatch.setattr("learner.coordinator.BATCH_TIMEOUT_S", 1.0)
     (tmp_path / "metrics.jsonl").touch()
     context = run_context(tmp_path, facts(max_lag="unbounded"), buffer_address=service.address)
-    coordinator = Coordinator(context, channel, 64)
+    coordinator = Coordinator(context, channel)
     coordinator.begin(0, 0, time.monotonic() + LIMIT_S)
     coordinator.published(PolicyVersion(0, 0))
     coordinator.settle()
     has_space, now = space_on_disk(service, monkeypatch)
     began = now()
-    with pytest.raises(TimeoutError, match=f"{service.address} was asked to {what} and has let that wait"):
-        coordinator.draw(1, 0, threading.Event(), lambda: None, score)
+    with pytest.raises(TimeoutError, match=f"{service.address} was asked to draw step 1 and has let that wait"):
+        coordinator.draw(1, 0, threading.Event(), lambda: None)
     assert now() - began > 1.0
     has_space.set()
     coordinator.close()

@@ -60,7 +60,7 @@ def save_tokenizer(folder):
 def test_ls_lists_every_group_and_adds_them_up(run, leeway):
     status, lines, _ = leeway("ls", run)
     assert status == 0
-    assert "run r, schema version 9, learner at version 1: 8 groups, 15 trajectories" in lines[0]
+    assert "run r, schema version 10, learner at version 1: 8 groups, 15 trajectories" in lines[0]
     assert columns(lines, 2) == ["closed"] * 2 + ["ready"] * 5 + ["closed"]
     assert columns(lines, 3)[:7] == [f"{number / 4:.3f}" for number in range(7)]
     assert lines[3].endswith("2 trained")
