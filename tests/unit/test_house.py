@@ -1,10 +1,13 @@
 """The house stays small enough to carry: `python -m tests.house -v` says where to look."""
 
+import re
+
 import pytest
 
 from launch.errors import ConfigError
 from launch.host import check_folder
 from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, single_use
+from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
     "files": 176,
@@ -48,6 +51,16 @@ def test_no_package_of_ours_may_be_taken_for_one_in_the_folder_of_the_command(tm
     (tmp_path / f"{package}.py").touch()
     with pytest.raises(ConfigError, match=f"in place of Leeway's own {package}"):
         check_folder()
+
+
+def test_the_walks_of_the_architecture_page_name_files_that_are_there():
+    text = " ".join(PAGE.read_text().split(BEGIN)[1].split(END)[0].split())
+    named = [
+        (package, name) for package, names in re.findall(r"`(\w+)/` ([\w/, ]+)", text) for name in names.split(", ")
+    ]
+    assert len(named) > 100
+    missing = [f"{package}/{name}" for package, name in named if f"{package}.{name.replace('/', '.')}" not in modules()]
+    assert not missing, "run python -m tests.walks"
 
 
 ALONE = {
