@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +23,14 @@ from common.rpc.messages import Role
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.constants import environment as constants
+from tests.world.buffer_process import serving
 
 RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
-"""With an unbounded lag, so many steps' groups may be outstanding."""
+"""Steps whose groups may be outstanding with an unbounded lag."""
 LEASES_PER_REQUEST = 64
 LONG_LEASES = constants({"buffer.leases.LEASE_TIMEOUT_S": 3600.0})
-"""Whoever leases here renews nothing."""
+"""Clients of this benchmark renew no lease."""
 
 
 def facts_for(groups_per_step: int) -> RunFacts:
@@ -70,8 +70,7 @@ class Service:
         Raises:
             RuntimeError: it ended, or was silent too long; carries its log.
         """
-        command = [*self._under, sys.executable, "-m", "tests.world.buffer_process", "--folder", str(self.folder)]
-        command += ["--facts", self.facts.model_dump_json(), "--config", self.config.model_dump_json()]
+        command = [*self._under, *serving(self.folder, self.facts, "--config", self.config.model_dump_json())]
         started = time.monotonic()
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment() | LONG_LEASES, stdout=subprocess.PIPE, stderr=self._log, text=True

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -16,6 +15,7 @@ from tests.faults.results import as_text
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
 from tests.full import pick
+from tests.world.buffer_process import serving
 from tests.world.waiting import bound
 
 ACKNOWLEDGES_FIRST = ("-m", "tests.world.service", "without_commit_before_acknowledgement")
@@ -101,7 +101,6 @@ def test_a_kill_at_any_system_call_of_a_commit_loses_and_tears_nothing(
 
 @pytest.mark.fault(2, "kill -9 at every system call that makes a new store", tools=("strace",), full=True)
 def test_a_kill_while_the_store_is_made_leaves_nothing_that_stops_the_next_start(start_service, tmp_path, show):
-    command = [sys.executable, "-m", "tests.world.buffer_process", "--facts", FACTS.model_dump_json(), "--folder"]
     killed: Counter[str] = Counter()
     for call in ("openat", *COMMIT_CALLS.split(","), "write", "ftruncate"):
         for number in range(1, 13):
@@ -109,7 +108,7 @@ def test_a_kill_while_the_store_is_made_leaves_nothing_that_stops_the_next_start
             inject = f"{call}:signal=SIGKILL:when={number}"
             only = [] if call == "write" else paths(folder)
             strace = ["strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", *only, "-e", f"inject={inject}"]
-            if not dies([*strace, *command, str(folder)], folder):
+            if not dies([*strace, *serving(folder, FACTS)], folder):
                 break
             killed[call] += 1
             start_service(folder).stop()

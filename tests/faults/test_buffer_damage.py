@@ -18,6 +18,7 @@ from tests.faults.results import as_text
 from tests.faults.service_process import FACTS, Kept, Load, Service, sample_tokens
 from tests.full import FULL, pick
 from tests.trajectories import decode
+from tests.world.buffer_process import command, serving
 from tests.world.waiting import wait_until
 
 UNCHECKED = ("-m", "tests.world.service", "without_checksums")
@@ -74,8 +75,7 @@ def flip_bits(folder, num_flips: int, *, within=lambda value: (0, len(value))) -
 
 
 def inspect(folder) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--verify"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command(folder, "--verify"), capture_output=True, text=True, timeout=60, check=False)
 
 
 def draw_all(service, connect_to) -> Counter:
@@ -186,16 +186,7 @@ def zero(data: Path, page: int) -> None:
 
 def outcome(folder, facts, acknowledged) -> str:
     """What the service does with this store: 'refused' at open, or serves what is 'whole' or known to be 'damaged'."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.world.buffer_process",
-        "--folder",
-        str(folder),
-        "--facts",
-        facts.model_dump_json(),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(serving(folder, facts), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline()
     finally:

@@ -1,7 +1,6 @@
 """The service is a real process here, and is killed with SIGKILL while it works."""
 
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -13,6 +12,7 @@ import pytest
 from buffer import client as client_module
 from buffer.errors import BufferRefused, BufferUnavailable
 from tests.faults.service_process import FACTS, Kept, generate
+from tests.world.buffer_process import serving
 
 
 def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_under_load(service, connect):
@@ -75,16 +75,7 @@ def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, con
 
 def test_a_restarted_service_keeps_its_address_and_a_second_one_is_refused(service):
     address = service.address
-    command = [
-        sys.executable,
-        "-m",
-        "tests.world.buffer_process",
-        "--folder",
-        str(service.folder),
-        "--facts",
-        FACTS.model_dump_json(),
-    ]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    second = subprocess.run(serving(service.folder, FACTS), capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 1
     assert f"in use by process {service.process.pid}" in second.stderr
     service.kill()

@@ -20,6 +20,7 @@ from buffer.config import BufferConfig
 from buffer.service import BufferService
 from common.rpc import server
 from tests.world.buffer import facts
+from tests.world.buffer_process import serving
 
 FACTS = facts()
 NOBODY = 65534
@@ -35,16 +36,7 @@ class Served:
     """`python -m tests.world.buffer_process` on a folder."""
 
     def __init__(self, folder, host=None):
-        self._command = [
-            sys.executable,
-            "-m",
-            "tests.world.buffer_process",
-            "--folder",
-            str(folder),
-            "--facts",
-            FACTS.model_dump_json(),
-        ]
-        self._command += [] if host is None else ["--host", host]
+        self._command = serving(folder, FACTS, *([] if host is None else ["--host", host]))
         self.start()
 
     def start(self):

@@ -21,6 +21,7 @@ from buffer.store import Store, own
 from buffer.tables import Identity
 from buffer.transaction import Table
 from tests.world.buffer import Actor, InProcessBuffer, facts
+from tests.world.buffer_process import command
 
 
 def test_a_damaged_record_is_noticed_and_its_group_replaced(make, tmp_path):
@@ -66,8 +67,7 @@ def test_a_step_of_more_rows_than_one_push_may_have_is_drawn_and_scored(make, mo
 
 def verified(folder):
     """Exit status, report and errors of a process that checks a store."""
-    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), "--verify"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command(folder, "--verify"), capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 

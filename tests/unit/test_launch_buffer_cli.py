@@ -12,6 +12,7 @@ import pytest
 from buffer.client import BufferClient
 from buffer.offline import inspect as inspecting
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
+from tests.world.buffer_process import command, serving
 
 
 @pytest.fixture
@@ -190,8 +191,7 @@ def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, lee
     assert (status, lines[-1][-7:]) == (2, "1 fault")
     assert "is used twice" in lines[-2]
     assert f"{tmp_path / 'buffer'} is damaged: restore it from a copy" in said
-    command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", data.parent, "--verify"]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 2
+    assert subprocess.run(command(data.parent, "--verify"), capture_output=True, timeout=60).returncode == 2
 
 
 def test_what_is_damaged_is_named_with_its_folder_and_what_to_do(run, leeway):
@@ -304,9 +304,9 @@ class Live:
 
     def __init__(self, folder):
         self.facts = facts(num_prompts=1000, group_size=4, groups_per_step=64, max_lag="unbounded")
-        command = [sys.executable, "-m", "tests.world.buffer_process", "--folder", folder]
-        command += ["--facts", self.facts.model_dump_json()]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            serving(folder, self.facts), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         address = self.process.stdout.readline().strip()
         self.clients = [BufferClient(address, run_id="r", role=role, name=role) for role in ("learner", "actor")]
         for client in self.clients:

@@ -10,15 +10,14 @@ every value, recounts the ledger, and reports as JSON.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
-import os
 import signal
 import sys
 import threading
 from pathlib import Path
 
+from benchmarks.lib.processes import end_with_parent
 from buffer.config import BufferConfig
 from buffer.errors import BufferError
 from buffer.offline.inspect import check_store
@@ -26,7 +25,15 @@ from buffer.service import BufferService, keep_memory
 from buffer.store import Store
 from common.run import RunFacts
 
-_PR_SET_PDEATHSIG = 1
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    """Return the command line for a folder."""
+    return [sys.executable, "-m", "tests.world.buffer_process", "--folder", str(folder), *arguments]
+
+
+def serving(folder: Path, facts: RunFacts, *arguments: str) -> list[str]:
+    """Return the command line of a service."""
+    return command(folder, "--facts", facts.model_dump_json(), *arguments)
 
 
 def main() -> int:
@@ -38,7 +45,6 @@ def main() -> int:
     parser.add_argument("--facts", help="RunFacts as JSON; needed to serve")
     parser.add_argument("--config", default="{}", help="the [buffer] section as JSON")
     parser.add_argument("--host", help="address to bind; without it a Unix socket in the folder")
-    parser.add_argument("--parent", type=int, help="process id: where that is not the parent any more, end at once")
     parser.add_argument("--verify", action="store_true", help="check the store instead of serving it")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -49,7 +55,7 @@ def main() -> int:
             return _verify(args.folder)
         config = BufferConfig.model_validate_json(args.config)
         facts = RunFacts.model_validate_json(args.facts)
-        return _serve(BufferService(config, facts, args.folder, host=args.host), args.parent)
+        return _serve(BufferService(config, facts, args.folder, host=args.host))
     except BufferError as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
@@ -65,36 +71,15 @@ def _verify(folder: Path) -> int:
     return 2 if report["faults"] else 0
 
 
-def _serve(service: BufferService, parent: int | None) -> int:
+def _serve(service: BufferService) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    _end_with_parent(stop, parent)
+    end_with_parent()
     keep_memory()
     print(service.bind(), flush=True)
     service.serve(stop)
     return 0
-
-
-def _end_with_parent(stop: threading.Event, expected: int | None) -> None:
-    """Have the kernel send SIGTERM when the parent dies; elsewhere than on Linux, look for it.
-
-    The parent tells its process id: without it, one that died while this process was starting goes unnoticed.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    parent = os.getppid() if expected is None else expected
-    if os.getppid() != parent:
-        stop.set()
-    if sys.platform == "linux":
-        return
-
-    def watch() -> None:
-        while not stop.wait(1.0):
-            if os.getppid() != parent:
-                stop.set()
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":
