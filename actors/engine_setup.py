@@ -170,11 +170,11 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
 
 
 def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable[[], int]) -> dict[str, Any]:
-    """Return what an engine is told of its GPU's memory; ValueError if its share does not hold model, keys and values.
+    """Return an engine's arguments for GPU memory; ValueError if its share does not hold model, keys and values.
 
     Alone on a GPU it gets its share, and gives keys and values what a trial leaves. Beside others the trial would
-    measure them too: there it is told the bytes, and as its share, which has to be free before anything is loaded,
-    those and the weights.
+    measure them too. There it gets the bytes of keys and values, and as its share, which must be free before anything
+    is loaded, those and the weights.
     """
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}

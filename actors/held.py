@@ -25,7 +25,7 @@ from buffer.schema import Prefix, Trajectory
 _log = logging.getLogger(__name__)
 
 KEEP_EVERY_S = 300.0
-"""Seconds between two times that the buffer is told what running samples have; a killed actor loses no more."""
+"""Seconds between two saves of partial rollouts in the buffer; bounds what a killed actor loses."""
 GOODBYE_S = 5.0
 """Bound of letting go of all that is held."""
 
@@ -94,7 +94,7 @@ class HandingOn:
     async def leave_all(self, leases: Collection[HeldLease]) -> Goodbye:
         """Hand on all that is held, or granted only now, within `GOODBYE_S`.
 
-        Leases that the buffer does not hear of expire.
+        Leases that the buffer gets no message about expire.
         """
         leases, counts = list(leases), self._maker.counts
         before = counts.num_handed_on, counts.num_tokens_lost

@@ -36,7 +36,7 @@ _GRACE_S = 10.0
 """Beyond the limit of a reward that keeps one of its own."""
 _SHOWN_CHARACTERS = 200
 _PATIENCE_S = 0.1
-"""Calls wait so long for a busy process before another is started: a cheap function has one."""
+"""Seconds that calls wait for a busy process before another starts, so that a cheap function has one."""
 
 Start = Callable[[RewardFunction, float], Awaitable[RewardProcess]]
 

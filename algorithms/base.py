@@ -170,7 +170,7 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The metrics as numbers; None if one does not apply to this batch. TypeError names one that is no number."""
+        """The metrics as numbers; None if one does not apply to this batch. TypeError names one that is not one."""
         return {name: _number(name, found) for name, found in self.measured.items()}
 
 

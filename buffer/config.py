@@ -44,9 +44,9 @@ class BufferConfig(BaseModel):
     )
     replay_steps: float | None = Knob(
         None,
-        "No new group is leased while those in flight and those that may be used again would fill so many "
-        "steps, beside those of steps in progress, so that under replay actors generate what takes the place of what "
-        "was used up; unset: as much as the staleness bound lets them.",
+        "No new group is leased while those in flight and those that may be used again would fill this number "
+        "of steps, beside those of steps in progress, so that under replay actors generate what takes the place of "
+        "what was used up; unset: as much as the staleness bound lets them.",
         fixed="",
         ge=1.0,
     )

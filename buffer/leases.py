@@ -22,7 +22,7 @@ from common.rpc.messages import Asker
 from common.run import RunFacts
 
 LEASE_TIMEOUT_S = 60.0
-"""A lease that is neither completed nor renewed for so long is issued again; actors renew after a third."""
+"""Seconds until a lease that is neither completed nor renewed is issued again; actors renew after a third."""
 MAX_NAME_BYTES = 128
 NEAR_BOUND_S, NEAR_BOUND_STEPS = 60.0, 20.0
 """After a request got too little, admission counts as near its bound for the longer of the two."""

@@ -212,7 +212,7 @@ class LeaseGrant(Message, frozen=True):
     newest: tuple[int, int]
     draining: bool
     hand_on_at: Count = 0
-    """Samples with so many tokens are to be handed on, for they would be late, and there is a faster lane; 0: none."""
+    """Tokens at which a sample is to be handed on, because it would be late and a faster lane exists; 0: never."""
     is_near_bound: bool = False
     """Admission was closed a short time ago, so the actor should lease no more than it needs."""
 

@@ -181,9 +181,9 @@ def _ordinary_group() -> Group:
 
 
 def _checked(setting: str, weight: Weight) -> Weight:
-    """Wrap a user's weight: if it raises or returns no number the group has the weight 1, and the log says so.
+    """Wrap a user's weight: if it raises or does not return a number, the group has the weight 1.
 
-    The log has the first failure, and each that doubles their number.
+    The first failure is logged, and each that doubles their number.
     """
     failures = count(1)
 

@@ -392,7 +392,7 @@ def is_compressed(metadata: bytes) -> bool:
     """Return whether this record-batch message declares a compressed body; ValueError if it is none.
 
     pyarrow decompresses while it reads, so 33 KB from outside could become 1 GiB. The metadata, a small flatbuffer
-    (Apache Arrow format, Message.fbs), says so first; `metadata` is without its length prefix.
+    (Apache Arrow format, Message.fbs), declares it beforehand; `metadata` is without its length prefix.
     """
     try:
         message = _flatbuffer_u32(metadata, 0)

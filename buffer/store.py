@@ -103,7 +103,7 @@ class Store:
             raise
 
     def _open(self, first_map_size: int) -> Identity | None:
-        """Open the file and its tables, and return whose store it is; None: nobody has written that yet.
+        """Open the file and its tables, and return whose store it is; None: that is not written yet.
 
         Of another schema version the identity is all that is looked at.
         """

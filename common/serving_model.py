@@ -1,7 +1,7 @@
 """The folder that engines load: that of the model, or an untied copy of it, kept for all runs, if its head is tied.
 
-A head tied to the embedding does not survive an update in flight: vLLM's reload on CPU keeps the old head, and only its
-log says so. vLLM caches compiled code by the path of a model, so the copy has one path for all runs:
+A head tied to the embedding does not survive an update in flight: vLLM's reload on CPU keeps the old head, and only
+logs it. vLLM caches compiled code by the path of a model, so the copy has one path for all runs:
 
     ~/.cache/leeway/serving_models/     or XDG_CACHE_HOME/leeway/serving_models
       making.lock                       held by the process that makes one

@@ -29,7 +29,7 @@ from common.user_input import Knob
 _BOUND = "the buffer admitted prompts under it, and holds samples and recorded draws to it"
 Unbounded = Literal["unbounded"]
 UNBOUNDED_STEPS = 4
-"""If `max_lag` is unbounded, the groups of so many steps may be outstanding."""
+"""Steps whose groups may be outstanding if `max_lag` is unbounded."""
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class StalenessConfig(BaseModel):
         fixed=_BOUND,
         ge=0,
     )
-    publish_every: int = Knob(1, "Publish weights every so many optimizer steps.", basic=True, fixed=_BOUND, ge=1)
+    publish_every: int = Knob(1, "Optimizer steps between two publications of weights.", basic=True, fixed=_BOUND, ge=1)
     on_stale: Literal["drop", "wait"] = Knob(
         "drop",
         "A group about to pass the bound is dropped and its prompt leased again, or the step waits for it.",

@@ -55,7 +55,7 @@ AUTOSCALE = "planning.autoscale:Autoscale"  # loaded if launch.autoscale is not 
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
 SHUTDOWN_TIMEOUT_S = 600.0
-"""After Ctrl-C the learner may take so long to finish its step, of long samples too; a second one stops at once."""
+"""Seconds for the learner to finish its step after Ctrl-C, of long samples too; a second Ctrl-C ends it at once."""
 EVAL_PROBLEMS = 256
 """Held-out problems of an evaluation during the run: the standard error is 3 % at most."""
 EVALUATION_POLL_S = 0.1

@@ -67,7 +67,7 @@ class Checkpoints:
     """Saves and restores one run's checkpoints. All ranks make it, and call its methods, together."""
 
     def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, model: str = "") -> None:
-        """Open a folder, the same for all ranks, keep so many complete checkpoints, and remove what a crash left.
+        """Open a folder, the same for all ranks, keep the newest `keep` checkpoints, and remove what a crash left.
 
         Writing or reading one for longer than `timeout_s` fails. `model`: `model_identity` of what is trained; '' to go
         by the tensors alone. CheckpointFailed, on all ranks, if one cannot write there.

@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 HEARTBEAT_S = 1.0
 BATCH_TIMEOUT_S = 7200.0
-"""A learner that gets no batch for so long raises, naming what is missing. A sample may take half of it
+"""Seconds without a batch after which the learner raises and names what is missing. A sample may take half of it
 (`actors.sample.GENERATE_TIMEOUT_S`); actors that die are started again long before."""
 
 

@@ -54,8 +54,8 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 WINDOW_STEPS = 4
-"""A window has the prompts of so many steps: with more of them the fast lanes find more that is late, and the steps of
-a window are less alike."""
+"""Steps whose prompts a window has: with more of them the fast lanes find more that is late, and the steps of a window
+are less alike."""
 LEAST_TAU = 256.0
 """Policy versions after which a sample of a prompt counts 1/e of a new one, or those of an epoch if it has more."""
 FLOOR = 0.1
@@ -66,14 +66,14 @@ FORGOTTEN_S = 60.0
 _FURTHEST = 20.0
 """Largest accepted distance of a prediction from the level, in logarithms."""
 _AT_ONCE = 4
-"""One prompt in so many is drawn at once, at most: were all of them drawn, none would be preferred."""
+"""At most one prompt in 4 is drawn at once: were all of them drawn, none would be preferred."""
 _BY_CHANCE = 3
 """Tells the chance of prompts from that of most draws, under one seed. NumPy pads seeds with zeros: draws of step 3
 share it, and the order of epoch n shares that of step n by incarnation 0 there."""
 
 
 def likely_tokens(there: float) -> float:
-    """Return how long a sample becomes of which so many tokens are there: as long again."""
+    """Return how long a sample with `there` tokens becomes: as long again."""
     return 2.0 * there
 
 
@@ -308,7 +308,7 @@ class ChosenPrompts(Prompts):
         if message.first + len(means) > self.facts.num_prompts or not np.isfinite(means).all():
             last = message.first + len(means) - 1
             raise BufferRefused(
-                f"what is expected of prompts {message.first} to {last} is no number for one of them, or they are not "
+                f"a prediction for prompts {message.first} to {last} is not a finite number, or they are not "
                 f"all prompts of this run, whose ids are 0 to {self.facts.num_prompts - 1}"
             )
         self.lengths.expect(message.first, np.clip(means, -_FURTHEST, _FURTHEST), message.variance)
@@ -338,7 +338,7 @@ class ChosenPrompts(Prompts):
             tx.window.put(waiting, order)
 
     def _ahead(self, tx: Transaction, many: int) -> Ids:
-        """Take up to so many of the prompts that the law has next."""
+        """Take up to `many` of the prompts that the law has next."""
         prompts = self._law.ahead(tx.state.cursor, many, tx.state.version)
         tx.state.cursor += len(prompts)
         return prompts

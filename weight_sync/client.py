@@ -25,8 +25,8 @@ UPDATE_TIMEOUT_S = 600.0
 """A version that an actor has not read, or an engine not applied, within this time is an error that names the actor; a
 model of 140 GB takes 6 minutes at 400 MB/s."""
 PUBLISH_TIMEOUT_S = 1800.0
-"""Weights that cannot be written for so long, as on a full disk, end the learner; until then it tries again, and trains
-on as far as the bound allows."""
+"""Seconds after which weights that cannot be written, as on a full disk, end the learner; until then it retries, and
+trains as far as the bound allows."""
 _TIMEOUT_S = 30.0
 """Long enough for a service to be started again."""
 _WINDOW = 4

@@ -20,7 +20,7 @@ class WeightSyncConfig(StalenessConfig):
     folder: str | None = Knob(
         None,
         "Where versions lie, as in a tmpfs; unset: weights/ in the run's folder.",
-        fixed="the versions that actors are told of lie there",
+        fixed="the versions that actors are to read lie there",
     )
 
     def staleness(self) -> StalenessConfig:

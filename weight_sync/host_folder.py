@@ -74,7 +74,7 @@ class HostFolder:
 
 
 def folder_for(run_id: str, store_id: str, needed_bytes: int) -> Path:
-    """Return where this machine keeps versions of a store, at most so many bytes at a time.
+    """Return where this machine keeps versions of a store, at most `needed_bytes` at a time.
 
     That is /dev/shm, or the temporary folder if that is too small.
     """

@@ -31,7 +31,7 @@ class Judge(_NamedReward):
     endpoint: str = Knob(..., "Base address, as http://HOST:8000/v1.", pattern=r"^https?://")
     model: str = Knob(..., "The model's name there.")
     prompt: str = Knob(..., "What it is asked: a template over {prompt}, {completion} and the columns of the task.")
-    system_prompt: str | None = Knob(None, "What it is told before that.")
+    system_prompt: str | None = Knob(None, "Its system prompt.")
     worst: float = Knob(0.0, "The rating of the worst answer.")
     best: float = Knob(10.0, "The rating of the best; what lies outside is no rating.")
     max_tokens: PositiveInt = Knob(512, "Longest answer of the judge; one that is cut rates none.")

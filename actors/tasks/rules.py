@@ -26,7 +26,7 @@ from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
 
 ANSWERS = ("answer", "solution", "ground_truth")
 TESTS = ("tests", "test_list")
-"""Columns that a rule reads if it is told none, in this order."""
+"""Columns that a rule reads if its table names none, in this order."""
 _Matches = Callable[[str, str], bool | NoScore]  # whether a completion is right by this answer
 
 

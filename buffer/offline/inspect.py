@@ -44,7 +44,7 @@ _LOCK = "lock.mdb"
 _NEW = "compacting"
 READ_S = 0.1
 READ_BYTES = 16 * 2**20
-"""One transaction reads at most so long and so much, give or take one group."""
+"""Bounds of one transaction's reads, up to one group more."""
 
 
 class Sample(NamedTuple):
@@ -348,7 +348,7 @@ def _partial_faults(tx: Transaction) -> Iterator[str]:
             yield f"group {group_id} has tokens of samples {sorted(stray)[:MAX_NAMED]}, which are not missing"
     stored = {key: group_of(block) for key, block in tx.partials.all_items()}
     for key in sorted(named ^ {key for key, group_id in stored.items() if key[0] == group_id}):
-        yield f"the first tokens of sample {key[-1]} of group {key[0]} are not there, or nobody names them"
+        yield f"the first tokens of sample {key[-1]} of group {key[0]} are missing, or no group names them"
 
 
 def _window_faults(tx: Transaction) -> Iterator[str]:

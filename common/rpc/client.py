@@ -75,7 +75,7 @@ class Patience:
     give_up_s: float
     """Timeout of a request."""
     heartbeat_s: float
-    """Without a heartbeat for so long the connection is made anew."""
+    """Seconds without a heartbeat after which the client reconnects."""
 
 
 @dataclass(eq=False)

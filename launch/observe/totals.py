@@ -23,7 +23,7 @@ ALL = ("all", "")
 
 
 class TrainedTotals:
-    """Sums over rows of metrics.jsonl, one per step; whoever goes back to an earlier step begins anew."""
+    """Sums over rows of metrics.jsonl, one per step; after a step back they begin anew."""
 
     def __init__(self) -> None:
         self.num_tokens = 0

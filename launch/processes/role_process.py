@@ -35,7 +35,7 @@ MAX_RESTARTS = 3
 LASTING_S = 3600.0
 """After so much work restarts count anew."""
 SILENCE_S = 60.0
-"""A role that answers nothing for so long is reported. It answers within milliseconds, unless its host swaps."""
+"""Seconds without an answer after which a role is reported. It answers within milliseconds, unless its host swaps."""
 _CHECK_EVERY_S = 1.0
 LOG_BYTES = 64 * 2**20  # size at which the log of a role is rotated
 
@@ -57,7 +57,7 @@ _NO_REASON = "For further information visit"  # pydantic's last line
 Notify = Callable[[str, str], None]
 """Called with (kind, text) whenever something worth an event happens."""
 Check = Callable[[], None]
-"""Called while something is awaited, or about to be started; raises if that is in vain."""
+"""Called while something is awaited, or about to be started; raises if it can no longer succeed."""
 
 
 class RunFailed(RuntimeError):
@@ -71,7 +71,7 @@ class WrongInput(RunFailed):
 class Restarts:
     """How often something is restarted before it is given up: the one policy of services, actors and the learner.
 
-    At most so many times in a row. A row ends when the last restart has proved itself: by an hour of
+    At most `limit` times in a row. A row ends when the last restart has proved itself: by an hour of
     work, and that of the learner by a newer checkpoint alone.
     """
 

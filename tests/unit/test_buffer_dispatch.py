@@ -245,7 +245,7 @@ def test_a_lease_says_how_long_answers_are_where_its_actor_asks_and_lengths_are_
         return told
 
     assert set(epoch(False).values()) == {0.0}
-    assert not isinstance(buffer.core.groups.prompts, ChosenPrompts), "nobody has asked"
+    assert not isinstance(buffer.core.groups.prompts, ChosenPrompts), "no actor has asked"
     assert set(epoch(True).values()) == {0.0}, "and nothing was learned"
     assert buffer.core.groups.prompts.lengths.num_seen == 8
     told = epoch(True)

@@ -90,7 +90,7 @@ def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(observer, t
 def test_the_summary_stands_where_a_restarted_learner_has_nothing_left_to_do(observer):
     observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
     observer.take_in(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
-    nobody = Accuracy(versions="0", greedy=None, sampled=None, num_problems=0)
+    no_answers = Accuracy(versions="0", greedy=None, sampled=None, num_problems=0)
     status = SimpleNamespace(
         ledger={"gap": 0, "trained": 80},
         fidelity=LengthFidelity(),
@@ -98,7 +98,7 @@ def test_the_summary_stands_where_a_restarted_learner_has_nothing_left_to_do(obs
         failed_by_reason={},
         quarantined_by_reason={},
     )
-    summary = observer.summary(nobody, None, status)
+    summary = observer.summary(no_answers, None, status)
     assert (summary["num_steps"], summary["version"]) == (10, 20)
     assert (summary["learner_restarts"], summary["steps_redone"]) == (1, 0)
     assert summary["quarantined_actors"] == []

@@ -213,7 +213,7 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
         for thread in threads:
             thread.start()
         wait_until(lambda: len(waiting) == 4, "all four to wait")
-        now[0] += UPDATE_TIMEOUT_S / 4  # and no longer: whoever fetches now is not replaced
+        now[0] += UPDATE_TIMEOUT_S / 4  # and no longer: the process that fetches now is not replaced
         for thread in threads:
             thread.join(60)
         stale.write(b"what it had still to write")
