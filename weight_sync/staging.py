@@ -9,9 +9,10 @@
         .staged.bfloat16                            all files of this dtype are
         manifest.json
 
-A file gets its name once all its tensors have passed their checksums. A killed process leaves its partial file, and the
-next one continues with a copy of it. The lock of a process that is stopped for `patience_s` is removed, and another one
-fetches. The stopped one may continue: it writes to files of its own, and what it names has passed the same checksums.
+A file gets its name once all its tensors have passed their checksums. The name of a partial file ends in the inode of
+the lock. A killed process leaves both, and the next holder of the lock continues with the file. The lock of a process
+that is stopped for `patience_s` is removed; another one makes its own and continues with copies. The stopped one may
+continue too: it writes to files of its own, and what it names has passed the same checksums.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ from common.files import FULL, discard, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.delta import rebuild_file
-from weight_sync.host_folder import HostFolder, lock_within, locked
+from weight_sync.host_folder import HostFolder, is_at, lock_within, locked
 from weight_sync.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -112,8 +112,8 @@ class HostStaging(HostFolder):
         version = manifest.policy
         with self._fetching(version) as held:
             if not self._fill(client, manifest, document, dtype, held):
-                fetch(client, manifest, dtype, self.store.version_folder(version), _get_on(held))
-                self._admit(manifest, document, dtype)
+                fetch(client, manifest, dtype, self.store.version_folder(version), held)
+                self._admit(manifest, document, dtype, held)
             return self.store.lock_for_reading(version)
 
     def _unusable(self, version: PolicyVersion, error: OSError) -> TransferFailed:
@@ -122,10 +122,10 @@ class HostStaging(HostFolder):
                 f"version {version} cannot be kept in {self.store.folder}: somebody else has removed that folder "
                 f"({error}). It is made anew with the next try; see that nothing cleans up there"
             )
-        hint = "it is full" if error.errno in FULL else str(error)
-        return TransferFailed(
-            f"version {version} cannot be kept in {self.store.folder}: {hint}. Make room for four versions there"
-        )
+        hint = f"{error}. Set TMPDIR in [launch.env] to a folder that can be written"
+        if error.errno in FULL:
+            hint = "it is full. Make room for four versions there"
+        return TransferFailed(f"version {version} cannot be kept in {self.store.folder}: {hint}")
 
     def _fetching(self, version: PolicyVersion) -> BinaryIO:
         """Be the one that fetches a version, also in the place of a process that does not proceed."""
@@ -134,7 +134,7 @@ class HostStaging(HostFolder):
         for is_last in (False, False, True):
             waited_for = _stat(path)
             try:
-                return lock_within(path, self._patience_s, who=self._who, what=what, progress=lambda: _touched_ns(path))
+                held = lock_within(path, self._patience_s, who=self._who, what=what, progress=lambda: _touched_ns(path))
             except TransferFailed as error:
                 if is_last:
                     raise
@@ -143,7 +143,10 @@ class HostStaging(HostFolder):
                     with ousting:
                         if waited_for is not None and (now := _stat(path)) and now.st_ino == waited_for.st_ino:
                             log.warning("%s. Going on without it", error)
-                            path.unlink()
+                            path.unlink(missing_ok=True)
+            else:
+                _adopt(self.store.version_folder(version), held)
+                return held
         raise AssertionError("unreachable")
 
     def _way_to(self, client: WeightClient, manifest: Manifest, dtype: str) -> list[tuple[Manifest, bytes]]:
@@ -204,18 +207,19 @@ class HostStaging(HostFolder):
             return False
         try:
             with self.store.lock_for_reading(PolicyVersion.parse(str(manifest.parent))):
-                fetch(client, manifest, dtype, folder, _get_on(held), parent_folder)
+                fetch(client, manifest, dtype, folder, held, parent_folder)
         except (WeightsGone, WeightsCorrupt) as error:
             log.warning("version %s is fetched whole: %s", manifest.policy, error)
             return False
-        self._admit(manifest, document, dtype)
+        self._admit(manifest, document, dtype, held)
         return True
 
-    def _admit(self, manifest: Manifest, document: bytes, dtype: str) -> None:
+    def _admit(self, manifest: Manifest, document: bytes, dtype: str, held: BinaryIO) -> None:
         """All files of a dtype are here and checked."""
         folder = self.store.version_folder(manifest.policy)
-        for left in folder.glob(".part-*"):  # of files that are fetched or rebuilt no further
-            left.unlink(missing_ok=True)
+        if is_at(held, self._locks / manifest.policy.key):  # else another process writes such files
+            for left in folder.glob(".part-*"):  # of files that are fetched or rebuilt no further
+                left.unlink(missing_ok=True)
         if not (folder / READERS_LOCK).exists():
             write_whole(folder / READERS_LOCK, [])
         write_whole(_marker(self.store, manifest.policy, dtype), [])
@@ -255,6 +259,24 @@ def _get_on(held: BinaryIO) -> GetOn:
     return partial(os.utime, held.fileno())
 
 
+def _partial_end(held: BinaryIO) -> str:
+    return f".{os.fstat(held.fileno()).st_ino:x}.partial"
+
+
+def _adopt(folder: Path, held: BinaryIO) -> None:
+    """Copy the partial files of a holder whose lock was removed; it may continue to write its own."""
+    end = _partial_end(held)
+    for left in folder.glob(".*.partial"):
+        if left.name.endswith(end):
+            continue
+        mine = left.with_name(f".{left.name.split('.', 1)[1].removesuffix('.partial').rpartition('.')[0]}{end}")
+        try:
+            shutil.copyfile(left, mine)
+        except OSError:  # a full disk: it is fetched from its beginning
+            mine.unlink(missing_ok=True)
+        left.unlink(missing_ok=True)
+
+
 def _stat(path: Path) -> os.stat_result | None:
     with contextlib.suppress(FileNotFoundError):
         return path.stat()
@@ -268,11 +290,16 @@ def _touched_ns(path: Path) -> int:
 
 
 def fetch(
-    client: WeightClient, manifest: Manifest, dtype: str, folder: Path, get_on: GetOn, parent_folder: Path | None = None
+    client: WeightClient,
+    manifest: Manifest,
+    dtype: str,
+    folder: Path,
+    held: BinaryIO,
+    parent_folder: Path | None = None,
 ) -> None:
     """Fetch the files of a version that are not in its folder yet, from a parent's folder and changes if it is given.
 
-    A whole file that fails its checksums is fetched once more.
+    A whole file that fails its checksums is fetched once more. `held` is the lock of the version.
 
     Raises:
         WeightsCorrupt: it failed again, or the changes do not lead to what was published; nothing of it stays.
@@ -281,10 +308,10 @@ def fetch(
     """
     for name, entries in manifest.files_of(dtype).items():
         for may_fail in (parent_folder is None, False):
-            if _is_whole(folder / name, entries, get_on):
+            if _is_whole(folder / name, entries, _get_on(held)):
                 break
             try:
-                _fetch_file(client, manifest, name, entries, folder, get_on, parent_folder)
+                _fetch_file(client, manifest, name, entries, folder, held, parent_folder)
                 break
             except WeightsCorrupt as error:
                 if not may_fail:
@@ -298,10 +325,11 @@ def _fetch_file(
     name: str,
     entries: list[TensorEntry],
     folder: Path,
-    get_on: GetOn,
+    held: BinaryIO,
     parent_folder: Path | None,
 ) -> None:
-    came = _fetch_bytes(client, manifest, name if parent_folder is None else delta_name(name), folder, get_on)
+    get_on = _get_on(held)
+    came = _fetch_bytes(client, manifest, name if parent_folder is None else delta_name(name), folder, held)
     try:
         if parent_folder is None:
             check_file(came, entries, get_on)
@@ -329,13 +357,9 @@ def _is_whole(path: Path, entries: list[TensorEntry], get_on: GetOn) -> bool:
     return True
 
 
-def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, folder: Path, get_on: GetOn) -> Path:
+def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, folder: Path, held: BinaryIO) -> Path:
     """Have all bytes of a file in the folder, unchecked, under a name that no reader looks for."""
-    came = folder / f".{name}.{secrets.token_hex(4)}.partial"
-    total = manifest.size_of(name)
-    for left in sorted(folder.glob(f".{name}.*.partial"), key=lambda each: each.stat().st_size):
-        shutil.copyfile(left, came)  # into a file of its own: a stopped process may continue to write the other one
-        left.unlink(missing_ok=True)
+    came, total, get_on = folder / f".{name}{_partial_end(held)}", manifest.size_of(name), _get_on(held)
     with came.open("ab", buffering=0) as file:
         if file.tell() > total:
             file.truncate(0)

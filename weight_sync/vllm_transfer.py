@@ -101,8 +101,10 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the version that was verified, or raise RuntimeError and leave the model as it is."""
         begun, self.verification = self.verification, None
-        if begun is None or begun.info != update_info or begun.refusal() != "":
+        if begun is None or begun.info != update_info:
             raise RuntimeError(f"{REFUSED} version {update_info.version} was not verified")
+        if (reason := begun.refusal()) != "":
+            raise RuntimeError(reason or f"{REFUSED} version {update_info.version} is not verified yet")
         initialize_layerwise_reload(self.model)
         self.model.load_weights(begun.tensors().items())
 

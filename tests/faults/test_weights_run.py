@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import shutil
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -188,11 +190,13 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
 
 
 @pytest.mark.fault(26, "over ZeroMQ: weight service killed -9; an actor killed at version 50 joins anew", full=True)
-def test_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show, tmp_path):
-    run = start_run(
-        *("--learner.num_steps", "100000", "--weight_sync.transport", "network"),
-    )
+def test_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show):
+    run = start_run("--learner.num_steps", "100000", "--weight_sync.transport", "network")
     run.wait_for("version 50", lambda: run.newest().version >= 50)
+    run_id = json.loads((run.folder / "run.json").read_text())["run_id"]
+    staged = f"leeway-{os.geteuid()}-{run_id}-*/**/*.safetensors"
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    assert [file for place in places for file in place.glob(staged)], "actors stage weights elsewhere"
     assert list((run.folder / "weights").glob("*/*.delta")), "nobody was offered deltas"
     run.kill("actor", 1)
     joined_after = run.newest()
@@ -213,7 +217,7 @@ def test_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show, t
     fresh = of_epoch(run, "actor-1", 2)
     oldest = min(span["version"] for each in fresh for span in each["spans"])
     assert oldest >= joined_after.version
-    assert list((tmp_path / "staging").glob("**/*.safetensors")) == [], "staged weights outlive the run"
+    assert [file for place in places for file in place.glob(staged)] == [], "staged weights outlive the run"
     show(
         f"weight service killed at version {killed_at}: 10 versions further after {healed_s:.1f} s; an actor that died "
         f"at version {joined_after} made {len(fresh)} samples when it was back, none below version {oldest}; "
