@@ -24,9 +24,10 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.buffer_peers.leeway import push_all
-from benchmarks.buffer_peers.service import RUN_ID, config_for, facts_for, lease_all
+from benchmarks.buffer_peers.service import LEASE_S, RUN_ID, config_for, facts_for, lease_all
 from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload, expect
 from benchmarks.lib.rounds import median_ratio
+from buffer import leases
 from buffer.client import BufferClient
 from buffer.service import BufferService
 from common.rpc.auth import RunKeys, ServiceKeys
@@ -34,6 +35,7 @@ from common.rpc.auth import RunKeys, ServiceKeys
 
 def serve(folder: Path, num_groups: int, keys: ServiceKeys | None, pipe: Connection) -> None:
     """The service's process: says its address, and ends when it is told to."""
+    leases.LEASE_TIMEOUT_S = LEASE_S  # clients of this benchmark renew none
     service = BufferService(config_for(), facts_for(num_groups), folder, keys=keys)
     pipe.send(service.bind())
     stop = threading.Event()

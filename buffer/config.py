@@ -17,7 +17,6 @@ SamplerName = Literal["on_policy_share"] | RestSampler
 MAX_MESSAGE_MIB = 64
 """Largest message, which ZeroMQ holds in memory. The longest trajectory that fits has some eight million tokens."""
 MAX_GROUP_SIZE = 2**16
-MAX_PORT = 65535
 
 
 class BufferConfig(BaseModel):

@@ -8,6 +8,7 @@ expires.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 from math import inf
 
@@ -130,6 +131,7 @@ class Leases:
             # A late copy of a request that was answered: no client waits for what it would be granted.
             return LeaseGrant([], state.newest, state.draining)
         if request.wants_lengths:
+            tx.undo.append(partial(setattr, self._groups, "prompts", self._groups.prompts))
             self._groups.prompts = self._groups.prompts.predicting(tx)
         leases: list[Lease] = []
         while request.request_number > actor.last_request and len(leases) < request.max_groups:

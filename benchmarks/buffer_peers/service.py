@@ -29,7 +29,8 @@ RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
 """Steps whose groups may be outstanding with an unbounded lag."""
 LEASES_PER_REQUEST = 64
-LONG_LEASES = constants({"buffer.leases.LEASE_TIMEOUT_S": 3600.0})
+LEASE_S = 3600.0
+LONG_LEASES = constants({"buffer.leases.LEASE_TIMEOUT_S": LEASE_S})
 """Clients of this benchmark renew no lease."""
 
 

@@ -39,8 +39,6 @@ T = TypeVar("T")
 
 MAX_NAMED = 4
 _LOCK = "lock.mdb"
-MAX_NAMED = 4
-_LOCK = "lock.mdb"
 _NEW = "compacting"
 READ_S = 0.1
 READ_BYTES = 16 * 2**20

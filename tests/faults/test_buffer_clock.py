@@ -81,7 +81,7 @@ def join(request):
     """`join(service)`: a learner and an actor that do only what they are told."""
 
     def make(service) -> Load:
-        load = Load(service.address, facts=service.facts, config=service.config, num_actors=1)
+        load = Load(service.address, facts=service.facts, num_actors=1)
         request.addfinalizer(load.close)
         return load
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from buffer import protocol as p
 from buffer.errors import BufferRefused
+from buffer.leases import LEASE_TIMEOUT_S
 from common.staleness import PolicyVersion, StalenessContract, effective_version
 from tests.simulation.actor import Leased, Sample, Tokens
-from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
+from tests.simulation.knobs import Knobs
 from tests.simulation.witness import Key
 
 

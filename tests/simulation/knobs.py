@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 
 from common.staleness import StalenessConfig, StalenessContract
 
-LEASE_TIMEOUT_S = 60.0
-
 
 class Knobs(NamedTuple):
     """The knobs that decide over lag; letters as in docs/staleness.md."""

@@ -14,7 +14,6 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.errors import StoreError
 from buffer.offline import inspect as inspecting
-from buffer.offline import inspect as verifying
 from buffer.offline.inspect import Inspection, compact, verify
 from buffer.offline.sample_file import STATE, export, version_bounds
 from buffer.rows import SPAN
@@ -232,7 +231,7 @@ def test_a_copy_that_differs_does_not_replace_the_store(run, monkeypatch):
         env.copy(str(target), compact=True)
         damage(target, 3)
 
-    monkeypatch.setattr(verifying, "_copy", copy_badly)
+    monkeypatch.setattr(inspecting, "_copy", copy_badly)
     with pytest.raises(StoreError, match="differs from the buffer in table 'records'"):
         compact(folder)
     assert (folder / "data.mdb").read_bytes() == data

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from buffer.config import BufferConfig
 from buffer.index import ReadyGroup
+from buffer.samplers import REWARD_TEMPERATURE as TEMPERATURE
 from buffer.samplers import OnPolicyShare
 from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, train
 
 REWARDS = {"low": 0.0, "middle": 0.5, "high": 1.0}
-TEMPERATURE = 0.2
 
 
 class Plain:

@@ -92,8 +92,8 @@ def without_monotonic_time():
     """Deadlines are kept on the wall clock."""
     begin = BufferService.__init__
 
-    def init(self, *arguments):
-        begin(self, *arguments, clock=time.time)
+    def init(self, *arguments, **named):
+        begin(self, *arguments, clock=time.time, **named)
 
     return mock.patch.object(BufferService, "__init__", init)
 
