@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from actors.tasks.config import TaskConfig
-from buffer.config import MAX_GROUP_SIZE, BufferConfig
+from buffer.config import MAX_GROUP_SIZE
 from common.user_input import Knob
 from weight_sync.config import WeightSyncConfig
 
@@ -110,5 +110,4 @@ class ActorSections(Protocol):
     actors: ActorsConfig
     """As it is for the actor's pool."""
     task: TaskConfig
-    buffer: BufferConfig
     weight_sync: WeightSyncConfig

@@ -209,9 +209,8 @@ class WeightFollower:
                     self._open_again()
         except TimeoutError as error:
             raise PolicyTimeout(
-                f"{self._name}: policy {version} was not applied within "
-                f"{UPDATE_TIMEOUT_S:g} s (the engine serves {self.version}). "
-                "Look at the load of this machine and the speed of the weights folder, or raise the bound"
+                f"{self._name}: policy {version} was not applied within {UPDATE_TIMEOUT_S:g} s (the engine serves "
+                f"{self.version}). Look at the load of this machine and the speed of the weights folder"
             ) from error
         except UpdateRefused as error:
             self._puller.distrust(staged)
@@ -224,13 +223,13 @@ class WeightFollower:
 
     async def _apply_whole(self, staged: StagedVersion) -> UpdateTiming:
         """Apply to the end even if the follower is cancelled: half an update leaves the engine paused."""
-        bound_s = UPDATE_TIMEOUT_S
-        applying = asyncio.create_task(self._engine.apply(staged, self._config.kv_cache, timeout_s=bound_s))
+        kv_cache = self._config.kv_cache
+        applying = asyncio.create_task(self._engine.apply(staged, kv_cache, timeout_s=UPDATE_TIMEOUT_S))
         try:
-            async with asyncio.timeout(bound_s):
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
                 return await asyncio.shield(applying)
         except asyncio.CancelledError:
-            await asyncio.wait({applying}, timeout=bound_s)
+            await asyncio.wait({applying}, timeout=UPDATE_TIMEOUT_S)
             raise
 
     def _must_wait(self, version: PolicyVersion | None) -> bool:

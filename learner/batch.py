@@ -203,13 +203,11 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
     return np.array([counted[each] for each in sampled_S], np.int64)
 
 
-def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray | None = None) -> PackedBatch:
+def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray) -> PackedBatch:
     """Pack trajectories by columns; errors as `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
     sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
-    unit_B = _numbers(rows, "group_id") if group_B is None else group_B
-    if rule.unit == "prompt":
-        unit_B = _numbers(rows, "prompt_id")
+    unit_B = _numbers(rows, "prompt_id") if rule.unit == "prompt" else group_B
     return pack(sequences, rows.column("prompt_length").to_pylist(), rule, unit_B)
 
 

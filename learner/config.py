@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 
 from algorithms.base import CriticKind
 from algorithms.registry import AlgorithmConfig
-from buffer.config import BufferConfig
 from common.user_input import Knob
 from weight_sync.config import WeightSyncConfig
 
@@ -146,5 +145,4 @@ class LearnerSections(Protocol):
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig
-    buffer: BufferConfig
     weight_sync: WeightSyncConfig

@@ -73,7 +73,7 @@ class Channel:
             dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._coordinator)
 
     def receive(self) -> tuple[Kind, bytes]:
-        """Return the next batch, or a request to stop, publish or score; heartbeats are passed over.
+        """Return the next batch, or a request to stop or publish; heartbeats are passed over.
 
         CoordinatorFailed if the coordinator gave up.
         """

@@ -216,7 +216,7 @@ class StageModule(nn.Module):
         embedding = self.model.embed_tokens
         if not self._is_rounded:
             return embedding(tokens)
-        return embed(embedding, tokens, self.states_dtype, adds_in_place=self.rule.adds_in_place)
+        return embed(embedding, tokens, adds_in_place=self.rule.adds_in_place)
 
     def _run_layers(self, hidden: Tensor, m: int) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]."""
@@ -313,12 +313,8 @@ def load_stage(
     FileNotFoundError without a safetensors checkpoint.
     """
     whole = _empty_model(model_path, dtype)
-    split = split_layers(
-        whole.config,
-        total,
-        has_lm_head=heads != "value",
-        recomputed=activation_checkpointing,
-    )
+    recomputed = activation_checkpointing
+    split = split_layers(whole.config, total, has_lm_head=heads != "value", recomputed=recomputed)
     _compute_buffers(whole)
     rule = LogitRule(temperature, logit_softcap(whole.config))
     share = StageShare(index, total, *split[index])

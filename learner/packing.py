@@ -11,8 +11,7 @@
 
 Every micro-batch is [1, L] with L = token_budget: one shape lets the pipeline keep its buffers. Attention gathers a
 prompt's keys for each sequence, so a budget is filled as if none were shared. All of it follows from the sequences
-    alone:
-every rank finds the same packing.
+alone: every rank finds the same packing.
 """
 
 from __future__ import annotations

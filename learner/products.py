@@ -106,12 +106,12 @@ def gradient_of(weight: Tensor) -> Tensor:
 # --- embeddings and linear maps -------------------------------------------------------------------
 
 
-def embed(embedding: nn.Embedding, tokens: Tensor, dtype: torch.dtype, *, adds_in_place: bool = False) -> Tensor:
-    """Look rows of a rounded embedding up as states of this dtype, with a gradient that is summed in float32.
+def embed(embedding: nn.Embedding, tokens: Tensor, *, adds_in_place: bool = False) -> Tensor:
+    """Look rows of a rounded embedding up as float32 states, with a gradient that is summed in float32.
 
     `adds_in_place`: it is added to `grad` itself, without another table.
     """
-    asked = (embedding.padding_idx, dtype, adds_in_place)
+    asked = (embedding.padding_idx, adds_in_place)
     states: Tensor = _Lookup.apply(embedding.weight, tokens, *asked)  # type: ignore[no-untyped-call]
     scale: Tensor | None = getattr(embedding, "embed_scale", None)  # Gemma, whose scale is rounded like its weights
     return states if scale is None else states * scale.to(embedding.weight.dtype)
@@ -139,17 +139,10 @@ class _Lookup(torch.autograd.Function):
     """Torch's own lookup sums the gradients of a token in the dtype of the weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 -- torch's
-        weight: Tensor,
-        tokens: Tensor,
-        padding: int | None,
-        dtype: torch.dtype,
-        adds_in_place: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None, adds_in_place: bool) -> Tensor:  # noqa: ANN401 -- torch's
         ctx.save_for_backward(tokens)
         ctx.weight, ctx.padding, ctx.adds_in_place = weight, -1 if padding is None else padding, adds_in_place
-        return nn.functional.embedding(tokens, weight).to(dtype)
+        return nn.functional.embedding(tokens, weight).float()
 
     @staticmethod
     @once_differentiable
@@ -159,9 +152,9 @@ class _Lookup(torch.autograd.Function):
         if ctx.adds_in_place:
             wide = wide.masked_fill((tokens == ctx.padding).unsqueeze(-1), 0)
             gradient_of(ctx.weight).index_add_(0, tokens.flatten(), wide.flatten(0, -2))
-            return None, None, None, None, None
+            return None, None, None, None
         total = torch.ops.aten.embedding_dense_backward(wide, tokens, len(ctx.weight), ctx.padding, False)
-        return total, None, None, None, None
+        return total, None, None, None
 
 
 class _Map(torch.autograd.Function):

@@ -269,10 +269,7 @@ class BadBatches:
                 len(result.updates),
                 self.keep(step, body),
             )
-        if not result.skipped:
-            self.non_finite_steps = ()
-        else:
-            self.non_finite_steps = (*self.non_finite_steps, step)
+        self.non_finite_steps = (*self.non_finite_steps, step) if result.skipped else ()
         if len(self.non_finite_steps) >= NON_FINITE_STEPS_IN_A_ROW:
             raise TrainingDiverged(
                 f"steps {', '.join(map(str, self.non_finite_steps))} had no finite loss or gradient, so the run stops "

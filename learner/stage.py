@@ -336,10 +336,8 @@ class Stage:
         """Begin to write a checkpoint; training goes on meanwhile."""
         if self._saved_step == self._progress.step:
             return
-        self._progress = structs.replace(
-            self._progress,
-            non_finite_steps=tuple(self._bad_batches.non_finite_steps),
-        )
+        non_finite_steps = tuple(self._bad_batches.non_finite_steps)
+        self._progress = structs.replace(self._progress, non_finite_steps=non_finite_steps)
         self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step
 

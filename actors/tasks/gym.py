@@ -39,7 +39,7 @@ def gym_problems(
     TaskError if there is no such dataset or parameter, the template does not fit, or too few questions are distinct.
     """
     dataset = _dataset(config)
-    split = Split(config.template or "{question}", config, ("question",), reads, codec)
+    split = Split(config, ("question",), reads, codec)
     limit = min(_most_items(config), dataset.size)
     num_distinct, last_new = 0, 0
     while split.has_room(held=False) or split.has_room(held=True):

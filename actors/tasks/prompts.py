@@ -187,11 +187,11 @@ class Split:
     """Collects rows with distinct prompts into a training and a held-out half until both have as many as asked."""
 
     def __init__(
-        self, text: str, config: FileTask | ReasoningGymTask, names: Sequence[str], reads: Collection[str] | None,
+        self, config: FileTask | ReasoningGymTask, names: Sequence[str], reads: Collection[str] | None,
         codec: PromptCodec | None,
     ) -> None:  # fmt: skip
-        """`text` is the template, or empty, and `names` the columns that are hashed."""
-        self.template = Template(text)
+        """`names` are the columns that are hashed; if empty, those that the template reads."""
+        self.template = Template(config.template or f"{{{QUESTION}}}")
         self._names, self._share = names or self.template.columns, config.heldout_share
         self._most = config.num_train or 2**63, config.num_heldout or MOST_HELDOUT
         self.store = PromptStore(self.template.render, self._names, reads, codec)
@@ -254,7 +254,7 @@ def file_problems(
     """
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
-    split = Split(config.template or f"{{{QUESTION}}}", config, (), reads, codec)
+    split = Split(config, (), reads, codec)
     columns = dict[str, None]()
     # Held-out rows come first, so that a prompt in both files is held out and not trained on.
     files = [(config.heldout_path, "task.heldout_path", True)] if config.heldout_path else []

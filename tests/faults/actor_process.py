@@ -45,7 +45,6 @@ class Options(msgspec.Struct, frozen=True):
     address: str
     run_id: str
     name: str
-    """BufferConfig as JSON."""
     request_timeout_s: float
     """Of its client."""
     events: str

@@ -37,7 +37,7 @@ class Recorded:
 
     def __init__(self, folder: Path, kind: str, **config) -> None:
         self.algorithm, options, self.updates_per_step = KINDS[kind]
-        # how what is scored ahead is packed depends on when it is, and its scores by rounding on that
+        # a redone step may score other samples together, and in float32 their packing shows in the last bits
         exact = {"precision": "float64"}
         self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **exact, **options, **config}
         self.folder = folder

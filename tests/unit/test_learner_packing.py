@@ -308,12 +308,14 @@ class OffLoaded(Echo):
 def test_off_loaded_references_come_one_at_a_time_and_are_gone_when_the_step_trains():
     rows = [replace(row, prompt_id=prompt) for row, prompt in zip(of_lengths((0, 5), (1, 4)), (0, 1), strict=True)]
     one, other = OffLoaded(), OffLoaded()
-    other.forward_only = lambda batch: [one.is_here] and OffLoaded.forward_only(other, batch)
+    seen = []
+    other.forward_only = lambda batch: seen.append(one.is_here) or OffLoaded.forward_only(other, batch)
     score(
         StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), one, other, teacher_of_prompt=bytes([0, 1])
     )
     assert (one.num_fetched, other.num_fetched) == (1, 1)
     assert (one.is_here, other.is_here) == (False, False)
+    assert seen == [False], "there is room for one"
 
 
 class Third(Echo):
