@@ -122,7 +122,7 @@ def check_gpus(config: Config) -> None:
             )
     if config.launch.colocate:
         _check_colocated(config)
-    _check_stages(config, stage_pools(config))
+    _check_stages(stage_pools(config))
 
 
 def _check_colocated(config: Config) -> None:
@@ -150,12 +150,12 @@ def colocated_share(config: Config) -> float:
     return round(config.actors.gpu_memory_share + (config.learner.gpu_memory_share or PART_OF_GPU), 6)
 
 
-def _check_stages(config: Config, pools: Sequence[WorkerPool]) -> None:
+def _check_stages(pools: Sequence[WorkerPool]) -> None:
     """All of them have GPUs, or none has."""
     per_stage = {pool.name: pool.bundle.get("GPU", 0.0) for pool in pools}
     without = [name for name, gpus in per_stage.items() if not gpus]
     said = ", ".join(f"{name} {gpus:g}" for name, gpus in per_stage.items())
-    if without and len(without) < len(per_stage):
+    if 0 < len(without) < len(per_stage):
         raise ConfigError(
             f"GPUs of a stage, by pool: {said}: stages on GPUs and stages on CPUs do not train together; give each "
             "pool of the learner GPUs, or none"

@@ -67,7 +67,7 @@ max_lag = 3
 publish_every = 2
 
 [tracking]
-prometheus_port = {port}
+prometheus_port = 9464
 """
 REWARD = """
 import fcntl, time
@@ -103,8 +103,7 @@ class Trace:
         for path in folder.glob("*.trace"):
             for line in path.read_text(encoding="utf-8").splitlines():
                 at_ms, what, file, function = line.split("\t")
-                if what != "argv":
-                    self.calls.append(Call(float(at_ms), what, file, function, int(path.stem)))
+                self.calls.append(Call(float(at_ms), what, file, function, int(path.stem)))
         self.calls.sort()
 
     def files(self, begin_ms: float, end_ms: float, pids: Iterable[int] | None = None) -> set[str]:
@@ -115,10 +114,10 @@ class Trace:
             if begin_ms <= call.at_ms <= end_ms and (wanted is None or call.pid in wanted)
         }
 
-    def first(self, marker: str, what: str = "call", after_ms: float = 0.0, pid: int | None = None) -> Call:
+    def first(self, marker: str, after_ms: float = 0.0) -> Call:
         file, function = marker.split(":")
         for call in self.calls:
-            if call[1:4] == (what, file, function) and call.at_ms > after_ms and pid in (None, call.pid):
+            if call[1:4] == ("call", file, function) and call.at_ms > after_ms:
                 return call
         raise LookupError(f"{marker} was not called after {after_ms:.0f} ms")
 
@@ -138,11 +137,10 @@ def trace_run(folder: Path) -> tuple[Trace, list[tuple[float, float]]]:
     log.touch()
     records.mkdir()
     (folder / "reward.py").write_text(REWARD.format(log=log, waits=WAITS_S), encoding="utf-8")
-    (folder / "walk.toml").write_text(CONFIG.format(root=ROOT, port=9464), encoding="utf-8")
+    (folder / "walk.toml").write_text(CONFIG.format(root=ROOT), encoding="utf-8")
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT / 'tests' / 'tracing'}:{ROOT}",
         "LEEWAY_TRACE": str(records),
-        "LEEWAY_TRACE_ROOT": str(ROOT),
         "LEEWAY_TRACE_EXACT": " ".join((LEASE, GRADIENT, PUBLISH, APPLIED, ROW)),
         "LEEWAY_TRACE_KEY": KEY,
     }

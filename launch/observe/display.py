@@ -137,7 +137,7 @@ class Display:
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)), flush=True)
 
     def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
-        """Print the result of a run, also if the display is off."""
+        """Print the result of a run."""
         self.__exit__()
         lines = []
         if after is not None:

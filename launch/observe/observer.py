@@ -311,9 +311,9 @@ class Observer:
     def _dated(self, processes: Iterable[ProcessStatus]) -> Iterator[ProcessStatus]:
         """Yield the processes with the time at which each was first seen in its state."""
         seen = (*self.status.actors, *self.status.stages, *self.status.services)
-        before = {each.name.replace("-", "."): each for each in seen}  # an actor's name is that of its leases
+        before = {(each.role, each.number): each for each in seen}
         for each in processes:
-            then = before.get(each.name)
+            then = before.get((each.role, each.number))
             is_same = then is not None and (then.state, then.restarts) == (each.state, each.restarts)
             yield msgspec.structs.replace(each, since_s=then.since_s if then and is_same else self._wall())
 

@@ -32,7 +32,7 @@ TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates
 NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4}
 ROLES = ("buffer", "weights", "ranker", "stage", "actor")
 FIRST_NUMBERS = {role: 100_000 * place for place, role in enumerate(ROLES, 1)}
-"""First process number of each role: "stage-3" is process 500003 of the trace."""
+"""First process number of each role: "stage-3" is process 400003 of the trace."""
 
 
 class Event(msgspec.Struct, omit_defaults=True):

@@ -272,10 +272,7 @@ class View:
         yield Pane("buffer", list(_buffer(status, room)), least=2)
         yield Pane("lag", bars, least=MAX_LAG_ROWS)
         yield Pane("waits", wrapped(status.waits) or idle, least=2)
-        times = (time.strftime("%H:%M:%S", time.localtime(each.time_s)) for each in status.events)
-        yield Pane(
-            "events", [Text.assemble((at, "dim"), f" {e.text}") for at, e in zip(times, status.events, strict=True)]
-        )
+        yield Pane("events", list(map(_event, status.events)))
 
 
 def _event(event: RunEvent) -> Text:
@@ -289,8 +286,8 @@ def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
         if sum(min(pane.least, len(pane.rows)) for pane in panes) > height:
             panes = [pane for pane in panes if pane.name != name]
     heights = [len(pane.rows) for pane in panes]
+    least = [min(pane.least, len(pane.rows)) for pane in panes]
     while sum(heights) > height:
-        least = [min(pane.least, len(pane.rows)) for pane in panes]
         longest = max(range(len(panes)), key=lambda place: (heights[place] > least[place], heights[place]))
         heights[longest] -= 1
     return [line for pane, rows in zip(panes, heights, strict=True) for line in pane.lines(width, rows)]

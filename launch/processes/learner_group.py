@@ -133,7 +133,6 @@ class LearnerGroup:
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
         self._config = plan.config.learner
-        self._limit_s = STARTUP_S
         self._notify = notify
         self._check = check
         self._context: RunContext[LearnerSections] | None = None
@@ -303,7 +302,7 @@ class LearnerGroup:
         silent = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
         now = time.monotonic()
         if not failures:
-            is_late = self._state is not Phase.RUNNING and now - self._entered_s > self._limit_s
+            is_late = self._state is not Phase.RUNNING and now - self._entered_s > STARTUP_S
             return self._late(silent) if silent and is_late else None
         self._failed_s = now if self._failed_s is None else self._failed_s
         dead = [(stage, error) for stage, error in failures if not isinstance(error, RayTaskError)]
@@ -326,10 +325,10 @@ class LearnerGroup:
 
     def _late(self, silent: Sequence[RoleProcess]) -> _Loss:
         """Return the loss of ranks that have not ended a call in time; RunFailed if it is none of a restart."""
-        late = _Loss(tuple(silent), f"did not get ready again within {self._limit_s:g} s")
+        late = _Loss(tuple(silent), f"did not get ready again within {STARTUP_S:g} s")
         if self.num_restarts and self._state in (Phase.MEETING, Phase.SETTING_UP):
             return late
-        raise RunFailed(f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}")
+        raise RunFailed(f"waited {STARTUP_S:g} s for {late.who} and gave up; see {late.logs}")
 
     def _start_again(self, loss: _Loss) -> None:
         newest = max(steps_in(self._plan.folder.checkpoints), default=-1)

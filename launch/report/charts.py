@@ -214,8 +214,8 @@ def _steps(run: RunData, chart: Chart) -> Figure:
         for kind in KINDS:
             spans = [each for each in timeline.of(who, kind) if each.end_s > start_s and each.start_s < end_s]
             for span in spans[:MAX_SPANS]:
-                times = (round(each - timeline.start_s, 4) for each in (span.start_s, span.end_s))
-                marks.append((lane, kind, *times, _words(span)))  # type: ignore[arg-type]  # of two times
+                first_s, last_s = (round(each - timeline.start_s, 4) for each in (span.start_s, span.end_s))
+                marks.append((lane, kind, first_s, last_s, _words(span)))
     span_s = [round(each - timeline.start_s, 3) for each in (start_s, end_s)]
     return Figure(chart, {"kind": "lanes", "lanes": timeline.lanes, "marks": marks, "span": span_s}, words=chart.title)
 

@@ -1,8 +1,8 @@
 """Record which functions of Leeway run, and when, in every process of a traced run: `python -m tests.walks` reads it.
 
 Python imports a module of this name at its start if it lies on PYTHONPATH, so every process of the run is traced.
-Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_ROOT the checkout, LEEWAY_TRACE_EXACT the
-functions whose every call and return counts, LEEWAY_TRACE_KEY the config key whose reads count.
+Environment: LEEWAY_TRACE is the folder for the records, LEEWAY_TRACE_EXACT the functions whose every call and return
+counts, LEEWAY_TRACE_KEY the config key whose reads count.
 
 A record is a line of milliseconds since the epoch, what happened, file and function, parted by tabs.
 """
@@ -13,22 +13,23 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 SLOT_MS = 20
 """A function is recorded once in this time, so that a hot one does not fill the disk."""
 
 FOLDER = os.environ.get("LEEWAY_TRACE")
-ROOT = os.environ.get("LEEWAY_TRACE_ROOT", "") + "/"
+ROOT = str(Path(__file__).parents[2]) + "/"
 EXACT = frozenset(os.environ.get("LEEWAY_TRACE_EXACT", "").split())
 KEY_MODULE, _, KEY = os.environ.get("LEEWAY_TRACE_KEY", "").partition(":")
 KEY_CLASS, _, KEY_NAME = KEY.partition(".")
 RAY_METHODS = "/ray/_private/function_manager.py"
 
-_names = {}
 _last_ms = {}
 _files = {}
 
 
+@functools.cache
 def _name(code):
     """`package/file.py<tab>function` of a function of the product; empty of any other."""
     path = code.co_filename
@@ -42,7 +43,6 @@ def _write(what, name):
     pid = os.getpid()
     if pid not in _files:  # a forked process has its own
         _files[pid] = os.open(f"{FOLDER}/{pid}.trace", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(_files[pid], f"0\targv\t{' '.join(sys.orig_argv)[:400]!r}\t\n".encode())
     os.write(_files[pid], f"{time.time() * 1000:.1f}\t{what}\t{name}\n".encode())
 
 
@@ -52,10 +52,7 @@ def _profile(frame, event, argument):
     code = frame.f_code
     if event == "return" and code.co_name == "<module>" and code.co_filename.endswith(RAY_METHODS):
         _trace_methods(frame.f_globals["FunctionActorManager"])
-    name = _names.get(code)
-    if name is None:
-        name = _names[code] = _name(code)
-    if not name:
+    if not (name := _name(code)):
         return
     if code.co_name == "<module>":
         if event == "return" and KEY and name.startswith(KEY_MODULE):
@@ -94,10 +91,9 @@ def _watch(section):
         if name == KEY_NAME:
             frame = sys._getframe(1)
             while frame is not None:
-                if name := _names.setdefault(frame.f_code, _name(frame.f_code)):
-                    _write("key", name)
+                if passed := _name(frame.f_code):
+                    _write("key", passed)
                 frame = frame.f_back
-            name = KEY_NAME
         return get(self, name)
 
     section.__getattribute__ = read
