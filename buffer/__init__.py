@@ -5,7 +5,7 @@ Read it from the outside in. Imports point from each part to those below it.
 The processes
     client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories)
     service     BufferService: the one process that owns a store (`upkeep` syncs, watches readers and scrubs)
-    offline     tools that look at a store, live or over, export, compact or verify it, or fill one
+    offline     tools that read, verify or export a store, live or over, or fill one
 What is said
     protocol    the control messages (msgspec), one struct per request
     schema      Trajectory, and the one Arrow schema of wire and export; reads what comes from outside
@@ -17,7 +17,6 @@ The rules, each in the given transaction
     steps       Steps: what becomes of the draws; the scores of the reference
     samplers    which of the groups that are ready a step takes
     groups      the life of a group of samples, and which groups leave a store that is full
-    nonsense    who sent what is not believed, and the quarantine, where the newest of it is kept
     prompts     which prompt is leased next: the data's order, or what `planning.prompts` chooses
     lengths     Fidelity: which lengths were generated, and which of them are trained
     ledger      where every issued sample is, and the identities that must hold

@@ -21,7 +21,6 @@ from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, St
 from buffer.groups import Groups
 from buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes, faults, known_versions, rows_of
 from buffer.leases import Leases
-from buffer.nonsense import Quarantine
 from buffer.prompts import prompts_of
 from buffer.protocol import HandOn, Lease, LeaseGrant
 from buffer.rows import RowBytes, num_tokens_in
@@ -57,14 +56,13 @@ class Partials:
     samples that rest wait for those that the actor still finishes.
     """
 
-    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
-        self._facts = facts
-        self._groups, self._leases, self._quarantine = groups, leases, quarantine
+    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
+        self._facts, self._groups, self._leases = facts, groups, leases
 
     def take(self, tx: Transaction, message: HandOn, batch: pa.RecordBatch) -> None:
         """Store what there is of some samples of a lease, and let them go. Idempotent.
 
-        An invalid row is quarantined; its sample starts anew, or with what was stored of it before.
+        An invalid row is counted and left out; its sample starts anew, or with what was stored of it before.
         """
         self._leases.current(tx, message.actor, message.epoch)
         group = self._leases.held_by(tx, message)
@@ -116,10 +114,10 @@ class Partials:
             of = row.group_id, row.lease_id, row.attempt
             if of != (group.group_id, message.lease_id, message.attempt) or row.sample_index not in asked:
                 bad.setdefault(place, "not of a sample that is handed on")
-            block = b"".join(as_bytes.block([place], [NO_RECORD]))
             if reason := bad.get(place):
-                self._quarantine.set_aside(tx, reason, block, sender=message.actor)
+                tx.state.ledger.quarantine(reason)
             elif row.sample_index in still_left:  # else it was settled meanwhile
+                block = b"".join(as_bytes.block([place], [NO_RECORD]))
                 tx.partials.put(block, group.group_id, row.sample_index)
                 group.partials[row.sample_index] = Partial(row.oldest, row.num_completion_tokens)
 
@@ -133,9 +131,8 @@ class BufferCore:
         prompts = prompts_of(facts, config, clock)
         self.groups = Groups(config, facts.group_size, facts.groups_per_step, prompts, num_kept=contract.capacity())
         self.leases = Leases(config, facts, self.groups, clock)
-        self.quarantine = Quarantine(clock)
-        self.ingest = Ingest(facts, self.groups, self.leases, self.quarantine)
-        self.partials = Partials(facts, self.groups, self.leases, self.quarantine)
+        self.ingest = Ingest(facts, self.groups, self.leases)
+        self.partials = Partials(facts, self.groups, self.leases)
         self.steps = Steps(contract, self.groups)
         self.draws = Draws(facts, self.groups, self.leases, self.steps)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
@@ -151,26 +148,26 @@ class BufferCore:
         }
         """None: the request was only done."""
 
-    def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview, *, sender: str = "") -> Answer:
+    def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> Answer:
         """Answer any request but a push or a draw, which may have to wait; `Leases.recognise` has checked the client.
 
         Raises:
-            BufferRefused: the request cannot be served; nothing was changed but the quarantine.
+            BufferRefused: the request cannot be served; nothing was changed but the count of quarantined messages.
         """
         self.groups.prepare(tx)
         if isinstance(message, p.LeaseRequest):
             return self.partials.grant(tx, self.leases.grant(tx, message))
         if isinstance(message, p.HandOn):
-            self.partials.take(tx, message, self._read(tx, body, schema.SCHEMA, sender, max_rows=MAX_PUSHED_ROWS))
+            self.partials.take(tx, message, self._read(tx, body, schema.SCHEMA, max_rows=MAX_PUSHED_ROWS))
             return p.Done(), b""
         if isinstance(message, p.WriteScores):
-            write_scores(tx, self._read(tx, body, schema.SCORES, sender))
+            write_scores(tx, self._read(tx, body, schema.SCORES))
             return p.Done(), b""
         if isinstance(message, p.VisitsRequest):
             reply, visits = self.groups.prompts.visits()
             return reply, schema.write_stream(visits)
         if isinstance(message, p.Expect):
-            self.groups.prompts.expect(message, self._read(tx, body, schema.EXPECTED, sender))
+            self.groups.prompts.expect(message, self._read(tx, body, schema.EXPECTED))
             return p.Done(), b""
         answer = self._answers.get(type(message))
         if answer is None:
@@ -200,19 +197,13 @@ class BufferCore:
         return p.DrawReply(False, request.step, [], [], because + self.draws.waiting_for(tx, request)), b""
 
     def _read(
-        self,
-        tx: Transaction,
-        body: bytes | memoryview,
-        expected: pa.Schema,
-        sender: str,
-        *,
-        max_rows: int | None = None,
+        self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema, *, max_rows: int | None = None
     ) -> pa.RecordBatch:
         try:
             return schema.read_stream(body, expected, max_rows=max_rows)
         except BadBody as error:
-            # The refusal is an answer, not a rollback: what is set aside stays counted.
-            self.quarantine.set_aside(tx, error.category, body, sender=sender)
+            # The refusal is an answer, not a rollback: the count stays.
+            tx.state.ledger.quarantine(error.category)
             raise NotBelieved(f"the message was quarantined: {error}") from error
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:

@@ -25,11 +25,10 @@ from buffer.config import MAX_GROUP_SIZE
 from buffer.errors import BadBody, BufferRefused
 from buffer.groups import Groups, StoredSample
 from buffer.leases import Leases, is_name
-from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
 from buffer.rows import RowBytes, flat_values, list_bounds
 from buffer.schema import COMPLETE
-from buffer.tables import NO_RECORD, Actor, Group, StoreState
+from buffer.tables import Actor, Group, StoreState
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
@@ -59,15 +58,15 @@ class Pushes:
     """Some messages with trajectories, joined: validating and encoding many rows costs little more than a few."""
 
     def __init__(self, pushes: Sequence[tuple[Push, bytes | memoryview]]) -> None:
-        self.opened: list[tuple[Push, bytes | memoryview, int | BadBody]] = []
+        self.opened: list[tuple[Push, int | BadBody]] = []
         """Each with the number of its rows, or why it cannot be read."""
         batches = []
         for message, body in pushes:
             try:
                 batches.append(schema.read_stream(body, max_rows=MAX_PUSHED_ROWS))
-                self.opened.append((message, body, batches[-1].num_rows))
+                self.opened.append((message, batches[-1].num_rows))
             except BadBody as error:
-                self.opened.append((message, body, error))
+                self.opened.append((message, error))
         self.batch = pa.concat_batches(batches) if batches else None
         self.rows: list[PushedRow] = []
         if self.batch is not None:
@@ -78,11 +77,10 @@ class Pushes:
 class Ingest:
     """Takes pushed trajectories in."""
 
-    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
+    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
         self._facts = facts
         self._groups = groups
         self._leases = leases
-        self._quarantine = quarantine
 
     def push(self, tx: Transaction, pushes: Pushes, refusals: Mapping[int, str]) -> list[PushReply | Refused]:
         """Settle every row of some messages, in order. `refusals` says why some are not looked at, by their place."""
@@ -90,13 +88,13 @@ class Ingest:
         bad = {} if pushes.batch is None else faults(pushes.batch, self._facts, known)
         every = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
-        for place, (message, body, opened) in enumerate(pushes.opened):
+        for place, (message, opened) in enumerate(pushes.opened):
             mine = {} if isinstance(opened, BadBody) else dict(islice(every, opened))
             if place in refusals:
                 replies.append(Refused(refusals[place]))
                 continue
             if isinstance(opened, BadBody):
-                self._quarantine.set_aside(tx, opened.category, body, sender=message.actor)
+                tx.state.ledger.quarantine(opened.category)
                 replies.append(Refused(f"the message was quarantined: {opened}"))
                 continue
             try:
@@ -185,8 +183,7 @@ class Ingest:
             if row.sample_index >= size:
                 bad.setdefault(place, "sample_index out of range")
             if reason := bad.get(place):
-                data = b"".join(as_bytes.block([place], [NO_RECORD]))
-                self._quarantine.set_aside(tx, reason, data, sender=actor.name, matches_lease=is_waited_for)
+                tx.state.ledger.quarantine(reason, matches_lease=is_waited_for)
                 settled[place] = RowResult(row.seq, "quarantined", reason)
                 if is_waited_for and group is not None:
                     group.sample_states[row.sample_index] = "failed"

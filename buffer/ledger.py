@@ -116,13 +116,13 @@ class Ledger(msgspec.Struct):
         setattr(self, source, getattr(self, source) - count)
         setattr(self, target, getattr(self, target) + count)
 
-    def quarantine(self, reason: str, *, matches_lease: bool) -> None:
-        """A row, or a message that no row can be read from, is set aside."""
-        _count(self.quarantined_by_reason, reason, 1)
+    def quarantine(self, reason: str, count: int = 1, *, matches_lease: bool = False) -> None:
+        """Count rows, or messages that no row can be read from, that failed validation and are not stored."""
+        _count(self.quarantined_by_reason, reason, count)
         if matches_lease:
-            self.fail(1, f"{QUARANTINED}: {reason}")
+            self.fail(count, f"{QUARANTINED}: {reason}")
         else:
-            self.quarantined_outside += 1
+            self.quarantined_outside += count
 
 
 def _count(reasons: dict[str, int], reason: str, count: int) -> None:

@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,11 +25,10 @@ from buffer.config import MAX_MESSAGE_MIB, BufferConfig
 from buffer.core import Answer, BufferCore
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError, StoreFull
 from buffer.ingest import Pushes
-from buffer.nonsense import MAX_QUARANTINED_BYTES, Senders, SetAside
 from buffer.schema import start_fault
 from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
-from buffer.upkeep import Hearing, Stages, Upkeep
+from buffer.upkeep import Hearing, Senders, Stages, Upkeep
 from common.process import keep_freed_memory
 from common.rpc.auth import ServiceKeys
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
@@ -149,8 +149,8 @@ class BufferService:
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._complain_at = 0.0
         self._senders = Senders()
-        self._unreadable: list[SetAside] = []
-        """Messages of this turn that go into the quarantine."""
+        self._unreadable: Counter[str] = Counter()
+        """Reason -> messages that no request could be read from; counted with the next transaction: they cost none."""
         self._stages = Stages()
         self._full_until = 0.0
         """Until then the disk is taken to be full: nothing is written unless a message asks for it."""
@@ -181,9 +181,8 @@ class BufferService:
         asked = self._turn_away(self._receive())
         due, now = self._core.leases.due_in_s(), self._clock()
         is_due = due is not None and due <= 0 and self._hearing.is_complete(now)
-        has_news = bool(self._parked or self._unreadable) or is_due
+        has_news = bool(self._parked) or is_due
         if not asked and not (has_news and now >= self._full_until):
-            self._unreadable.clear()
             return
         try:
             outbox, self._parked, blames = self._store.write(lambda tx: self._answer(tx, asked))
@@ -202,10 +201,9 @@ class BufferService:
         asked: list[Asked] = []
         for arrival in arrivals:
             match arrival:
-                case Malformed(identity, request_id, reason, data, refused, peer):
-                    sender = self._senders.name(identity, peer)
-                    self._unreadable.append(SetAside(reason, sender, bytes(data[:MAX_QUARANTINED_BYTES])))
-                    self._senders.blame(sender, f"set aside: {reason}")
+                case Malformed(identity, request_id, reason, refused, peer):
+                    self._unreadable[reason] += 1
+                    self._senders.blame(self._senders.name(identity, peer), f"set aside: {reason}")
                     if refused is not None:
                         self._rpc.answer(identity, request_id, refused)
                 case Unserved(identity, request_id, refused, peer):
@@ -224,7 +222,6 @@ class BufferService:
             log.warning("%s. Everybody waits", reason)
             self._complain_at = now + _COMPLAIN_EVERY_S
         self._full_until, self._full_because = now + _FULL_PAUSE_S, reason
-        self._unreadable.clear()  # it has no room
         # What a failed turn did to leases is undone in the store, so their deadlines start anew too.
         self._store.read(self._core.leases.restart)
         data = [each for each in asked if _brings_data(each)]
@@ -277,8 +274,8 @@ class BufferService:
         outbox: list[_Outgoing] = []
         blames: list[_Blame] = []
         parked = dict(self._parked)
-        for reason, sender, data in self._unreadable:
-            self._core.quarantine.set_aside(tx, reason, data, sender=sender)
+        for reason, number in self._unreadable.items():
+            tx.state.ledger.quarantine(reason, number)
         for each in asked:
             if isinstance(each, _Pushed):
                 outbox += self._answer_pushes(tx, each, blames)
@@ -317,7 +314,7 @@ class BufferService:
                 reasons = [row.reason for row in reply.others if row.outcome == "quarantined"]
                 if reasons:
                     blames.append(_Blame(request.asker.name, f"set aside: {reasons[0]}", len(reasons)))
-            elif place not in refusals and isinstance(pushed.opened.opened[place][2], BadBody):
+            elif place not in refusals and isinstance(pushed.opened.opened[place][1], BadBody):
                 blames.append(_Blame(request.asker.name, reply.reason))
             complete = self._completed(request.message, reply)
             outbox.append(_Outgoing(request.identity, request.request_id, complete, b""))
@@ -344,7 +341,7 @@ class BufferService:
             return p.Refused(refusal), b""
         if not isinstance(message, p.DrawRequest):
             try:
-                answer = self._core.handle(tx, message, body, sender=asker.name)
+                answer = self._core.handle(tx, message, body)
             except BufferRefused as error:
                 if isinstance(error, NotBelieved):
                     blames.append(_Blame(asker.name, str(error)))

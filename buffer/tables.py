@@ -122,7 +122,6 @@ class StoreState(msgspec.Struct):
     next_record: int = 1
     num_records: int = 0
     next_returned: int = 1
-    next_quarantine: int = 1
     draining: bool = False
     """No lease is granted until the next learner begins."""
     retired: dict[str, int] = {}

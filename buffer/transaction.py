@@ -33,7 +33,6 @@ TABLES: dict[str, Any] = {
     "records": bytes,
     "scores": bytes,
     "partials": bytes,
-    "quarantine": bytes,
 }
 
 _SEAL = struct.Struct("<Q")
@@ -252,7 +251,6 @@ class Transaction:
     scores: Table[bytes]
     partials: Table[bytes]
     """(group, sample index) -> a block of one row."""
-    quarantine: Table[bytes]
 
     def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, caches: bool) -> None:
         self._tables: list[Table[Any]] = [Table(name, txn, dbs[name], caches=caches) for name in TABLES]

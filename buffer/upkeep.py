@@ -1,4 +1,7 @@
-"""What the service does between turns: it syncs, watches readers of the store, and scrubs."""
+"""What the service does between turns (it syncs, watches readers of the store, and scrubs), and what it notes of them.
+
+Noted are the time of each stage, whether all messages were read, and which client is behind a connection.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from math import inf
 
 from buffer.config import BufferConfig
 from buffer.errors import CorruptRecord, StoreBusy
-from buffer.protocol import STAGES
+from buffer.protocol import STAGES, Nonsense
 from buffer.store import Reader, Store
 from buffer.transaction import Transaction
 
@@ -32,6 +35,11 @@ _SCRUB_BYTES = 4 * 2**20
 _STILL_S = 1.0
 """A longer standstill, of a disk or the machine, must not cost leases."""
 _UNREAD_S = 60.0
+MAX_SENDERS = 64
+"""More senders are counted together."""
+OTHERS = "others"
+_MAX_CONNECTIONS = 4096
+_MAX_FIRST = 200
 
 
 class Stages:
@@ -209,3 +217,37 @@ class Hearing:
     def is_complete(self, now: float) -> bool:
         is_read = self._unread_since is None or now - self._unread_since > _UNREAD_S
         return is_read and now >= self._settles_at and now - self._listened_at <= _STILL_S
+
+
+class Senders:
+    """Names connections, and counts invalid messages by sender, in memory alone.
+
+    A sender is a greeted client, by its name, or a stranger, by its address.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[bytes, str] = {}
+        self._nonsense: dict[str, Nonsense] = {}
+
+    def heard(self, connection: bytes, name: str) -> None:
+        if self._names.get(connection) != name:
+            self._names[connection] = _plain(name)
+            while len(self._names) > _MAX_CONNECTIONS:
+                del self._names[next(iter(self._names))]
+
+    def name(self, connection: bytes, peer: str) -> str:
+        return self._names.get(connection, peer)
+
+    def blame(self, sender: str, what: str, count: int = 1) -> None:
+        if sender not in self._nonsense and len(self._nonsense) >= MAX_SENDERS:
+            sender = OTHERS
+        known = self._nonsense.get(sender, Nonsense(0, _plain(what[:_MAX_FIRST])))
+        self._nonsense[sender] = Nonsense(known.count + count, known.first)
+
+    def told(self) -> dict[str, Nonsense]:
+        return dict(self._nonsense)
+
+
+def _plain(text: str) -> str:
+    """Replace what would end a line or move a terminal's cursor."""
+    return "".join(each if each.isprintable() else "?" for each in text)

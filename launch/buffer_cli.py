@@ -9,7 +9,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,29 +17,22 @@ import typer
 
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
-from buffer.nonsense import SetAside
-from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, check_store, joined, read_row
-from buffer.offline.inspect import compact as compact_store
+from buffer.offline.inspect import GroupView, Inspection, Sample, check_store, joined
 from buffer.offline.sample_file import export as export_samples
 from buffer.rows import SCHEMA_VERSION
-from buffer.schema import SCHEMA
-from buffer.store import RESTORE, buffer_folder
+from buffer.store import RESTORE
 from common.staleness import PolicyVersion
 from launch.arguments import integer, run_names
 from launch.errors import ConfigError, ExitStatus, refuse
 from launch.run_folder import named_run
-from launch.text import MAX_TEXT, TextOf, number, printable
+from launch.text import TextOf, number, printable
 
 FAULTS = 2
 """Exit status of `verify` if it found any."""
 GROUPS_HEAD = (
     f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"
 )
-QUARANTINE_HEAD = f"{'number':>8} {'bytes':>6}  reason"
 _WIDTH = 116
-_FIRST_BYTES = 256
-_MAX_QUARANTINED_VALUE = 2_000
-"""Characters of one value of a quarantined row that are shown, whatever it is."""
 _MAX_KEY = 2**63 - 1
 """Of the store."""
 
@@ -51,29 +43,23 @@ BufferPath = Annotated[
         metavar="RUN", help="Folder of the run, its buffer/, or its name within runs/.", autocompletion=run_names
     ),
 ]
-_ID = {"metavar": "N", "parser": integer(1, _MAX_KEY)}
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.callback()
 def inspect() -> None:
-    """Inspect, verify, export or compact the buffer of a run."""
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    """End the command with a sentence if the store cannot be read."""
-    try:
-        yield
-    except (BufferError, ConfigError) as error:
-        raise typer.Exit(refuse(error)) from None
+    """Inspect, verify or export the buffer of a run."""
 
 
 @contextmanager
 def _opened(run: Path) -> Iterator[Inspection]:
-    with _refused(), Inspection.open(named_run(run)) as inspection:
-        yield inspection
+    """Open the store; end the command with a sentence if it cannot be read."""
+    try:
+        with Inspection.open(named_run(run)) as inspection:
+            yield inspection
+    except (BufferError, ConfigError) as error:
+        raise typer.Exit(refuse(error)) from None
 
 
 @app.command()
@@ -86,25 +72,12 @@ def ls(
     phase: Annotated[
         Literal["open", "ready", "drawn", "closed"] | None, typer.Option(help="Groups in this phase.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="The first N only.", **_ID)] = None,
-    quarantine: Annotated[
-        bool, typer.Option("--quarantine", help="List what failed validation instead, with its reason.")
-    ] = False,
 ) -> int:
     """List the groups of samples."""
-    if quarantine and (prompt is not None or phase is not None):
-        return refuse(
-            "--quarantine lists what belongs to no group: leave out --prompt and --phase", ExitStatus.WRONG_INPUT
-        )
     with _opened(run) as inspection:
         print(headline(inspection))
-        if quarantine:
-            print(QUARANTINE_HEAD)
-            lines: Iterator[str] = map(quarantine_line, islice(inspection.quarantined(), limit))
-        else:
-            print(GROUPS_HEAD)
-            lines = listing(islice(inspection.groups(prompt_id=prompt, phase=phase), limit))
-        for line in lines:
+        print(GROUPS_HEAD)
+        for line in listing(inspection.groups(prompt_id=prompt, phase=phase)):
             print(line)
         return _tell_damage(inspection.damaged, inspection.folder)
 
@@ -112,37 +85,20 @@ def ls(
 @app.command()
 def show(
     run: BufferPath,
-    group: Annotated[
-        int | None, typer.Argument(metavar="GROUP", help="Id of a group.", parser=integer(1, _MAX_KEY))
-    ] = None,
-    record: Annotated[int | None, typer.Option(help="One stored trajectory, in full.", **_ID)] = None,
-    quarantined: Annotated[int | None, typer.Option(help="One quarantined row or message.", **_ID)] = None,
+    group: Annotated[int, typer.Argument(metavar="GROUP", help="Id of a group.", parser=integer(1, _MAX_KEY))],
 ) -> int:
     """Show a group and its samples.
 
     They have their text if the run has a tokenizer.
     """
-    if sum(each is not None for each in (group, record, quarantined)) != 1:
-        return refuse("give one of GROUP, --record N and --quarantined N", ExitStatus.WRONG_INPUT)
     with _opened(run) as inspection:
-        found: Quarantined | GroupView | None
-        if quarantined is not None:
-            found, what = inspection.quarantined_at(quarantined), f"quarantined row {quarantined}"
-        elif record is not None:
-            found, what = inspection.group_of_record(record), f"record {record}"
-        else:
-            found, what = inspection.group(group or 0), f"group {group}"
+        found = inspection.group(group)
         if found is None:
-            listed = "leeway buffer ls" + " --quarantine" * (quarantined is not None)
             return refuse(
-                f"the buffer in {inspection.folder} holds no {what}: it never did, or it was evicted. `{listed}` lists "
-                "what there is"
+                f"the buffer in {inspection.folder} holds no group {group}: it never did, or it was evicted. "
+                "`leeway buffer ls` lists the groups"
             )
-        if isinstance(found, Quarantined):
-            lines = quarantined_in_full(found)
-        else:
-            lines = group_in_full(found, TextOf(inspection.folder), only_record=record)
-        for line in lines:
+        for line in group_in_full(found, TextOf(inspection.folder)):
             print(line)
         return _tell_damage(inspection.damaged, inspection.folder)
 
@@ -173,15 +129,6 @@ def export(run: BufferPath, out: Annotated[Path, typer.Argument(metavar="OUT.par
         done, folder = export_samples(inspection, out), inspection.folder
     print(f"{done.num_rows} trajectories of {done.num_groups} groups in {out} ({done.size_bytes / 2**20:.1f} MiB)")
     return _tell_damage(done.damaged, folder)
-
-
-@app.command()
-def compact(run: BufferPath) -> int:
-    """Rewrite the file without its free pages; the run must have ended."""
-    with _refused():
-        done = compact_store(buffer_folder(named_run(run)))
-    print(f"{done.folder}: {done.before_bytes / 2**20:.1f} MiB are now {done.after_bytes / 2**20:.1f} MiB")
-    return ExitStatus.OK
 
 
 # --- what they print -----------------------------------------------------------------------------------
@@ -238,12 +185,8 @@ def listing(groups: Iterable[GroupView]) -> Iterator[str]:
     yield f"{num_groups} groups, {samples}, {num_tokens} tokens, mean reward {number(mean)}"
 
 
-def quarantine_line(found: Quarantined) -> str:
-    return f"{found.number:>8} {len(found.entry.data):>6}  {_why(found.entry)}"
-
-
-def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None = None) -> Iterator[str]:
-    """`show`: a group and its samples, or of one record every column."""
+def group_in_full(group: GroupView, decode: Decode) -> Iterator[str]:
+    """Yield the lines of `show`: a group and its samples."""
     row = group.row
     yield f"group {row.group_id}: prompt {row.prompt_id}, {row.phase}, {_states(Counter(row.sample_states))}"
     held_by = f"leased to {row.actor} (epoch {row.epoch})" if row.lease_id else "not leased"
@@ -252,37 +195,13 @@ def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None =
     yield f"  {oldest}{counted}; attempt {row.attempt}, {held_by}; issued {row.issued}, failed {row.failed}"
     for use in row.trained_at:
         yield f"  trained at step {use.step}, version {use.version}"
-    samples = [sample for sample in group.samples if only_record in (None, sample.record_id)]
-    if not samples:
+    if not group.samples:
         yield "  none of its samples is stored"
         return
-    batch = joined(samples)
-    if only_record is None:
-        yield from _indented(f"  columns of the first: {printable(batch.column('columns')[0].as_py())}")
-    for i, sample in enumerate(samples):
-        yield from _sample(group, sample, batch.slice(i, 1).to_pylist()[0], decode)
-        if only_record is not None:
-            yield from _all_columns(batch.slice(i, 1).to_pylist()[0])
-
-
-def quarantined_in_full(found: Quarantined) -> Iterator[str]:
-    """`show --quarantined`: the reason, and the row where one can be read, else the first bytes."""
-    data = found.entry.data
-    yield f"quarantined {found.number}: {_why(found.entry)}; {len(data)} bytes are kept"
-    row = read_row(data)
-    if row is not None:
-        yield from _all_columns(row, _MAX_QUARANTINED_VALUE)
-        return
-    yield "  no row can be read from it; its first bytes:"
-    for start in range(0, min(len(data), _FIRST_BYTES), 16):
-        part = data[start : start + 16]
-        seen = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
-        yield f"  {start:>6}  {part.hex(' '):<47}  {seen}"
-
-
-def _why(entry: SetAside) -> str:
-    sender = f", from {printable(entry.sender, _WIDTH)}" if entry.sender else ""
-    return printable(entry.reason, _WIDTH) + sender
+    rows = joined(group.samples).to_pylist()
+    yield from _indented(f"  columns of the first: {printable(rows[0]['columns'])}")
+    for sample, columns in zip(group.samples, rows, strict=True):
+        yield from _sample(group, sample, columns, decode)
 
 
 def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decode) -> Iterator[str]:
@@ -298,12 +217,6 @@ def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decod
     if prompt is not None:
         yield from _indented(f"  {prompt!r}")
         yield from _indented(f"  -> {completion!r}")
-
-
-def _all_columns(row: dict[str, Any], most: int = MAX_TEXT) -> Iterator[str]:
-    """Yield a paragraph per column, with at most `most` characters of each value."""
-    for name in SCHEMA.names:
-        yield from _indented(f"  {name}: {printable(str(row[name]), most)}")
 
 
 def _summary(values: Sequence[float] | None) -> str:

@@ -51,7 +51,7 @@ SCALE_TIMEOUT_S = 30.0
 MAX_COUNT = 1024
 """An actor is a process with an engine: a larger pool is a typing error."""
 LAZY_VERBS = {
-    "buffer": ("launch.buffer_cli:app", "Inspect, verify, export or compact the buffer of a run."),
+    "buffer": ("launch.buffer_cli:app", "Inspect, verify or export the buffer of a run."),
     "profile": ("planning.verbs:app", "Measure what a run costs on this machine."),
     "plan": ("planning.verbs:app", "Find the fastest configuration by a profile."),
 }

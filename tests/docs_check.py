@@ -203,7 +203,7 @@ def _fault_of_python(arguments: list[str]) -> str:
     if arguments[:1] == ["-m"]:
         name = arguments[1]
         own = ROOT / (name.replace(".", "/"))
-        if own.with_suffix(".py").exists() or (own / "__main__.py").exists() or name in ("pytest", "pip"):
+        if own.with_suffix(".py").exists() or (own / "__main__.py").exists() or name in ("pytest", "pip", "lmdb"):
             return ""
         return f"there is no module {name}"
     file = next((word for word in arguments if word.endswith(".py")), None)

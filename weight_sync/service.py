@@ -117,7 +117,7 @@ class WeightService:
                 answer = self._answer(arrival)
                 if answer is not None:
                     self._rpc.answer(arrival.identity, arrival.request_id, *answer)
-            case Malformed(identity, request_id, reason, _, reply, peer):
+            case Malformed(identity, request_id, reason, reply, peer):
                 self._complain(f"dropped a message that is none of ours, or was damaged on its way: {reason}", peer)
                 if reply is not None:
                     self._rpc.answer(identity, request_id, reply)

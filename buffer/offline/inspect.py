@@ -1,16 +1,12 @@
-"""Tools that look at a store beside its service, or rewrite one that is over.
+"""Read a store beside its service.
 
-Inspection  groups, their samples and what was quarantined. Transactions last a fraction of a second and resume by key,
-            so that a live service can reuse its pages; so each group is seen as it was when its turn came
+Inspection  groups and their samples. Transactions last a fraction of a second and resume by key, so that a live service
+            can reuse its pages; each group is seen as it was when its turn came
 verify      every checksum, the tables against each other, and the ledger against the tables
-compact     of a run that is over: the file without its free pages. Killed at any point, the folder holds a whole store
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,26 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import lmdb
 import numpy as np
 import pyarrow as pa
 
 from buffer import rows
-from buffer.errors import CorruptRecord, StoreError
+from buffer.errors import CorruptRecord
 from buffer.ledger import COMMITTED_STATES, COUNTS
-from buffer.nonsense import SetAside
-from buffer.rows import SCHEMA_VERSION, group_of, records_in
-from buffer.schema import all_rows, join_rows
-from buffer.store import DATA, RESTORE, Store, buffer_folder, own
+from buffer.rows import group_of, records_in
+from buffer.schema import join_rows
+from buffer.store import RESTORE, Store, buffer_folder
 from buffer.tables import NO_RECORD, DrawRecord, Group, StoreState, Tries
-from buffer.transaction import TABLES, Transaction
-from common.files import sync
+from buffer.transaction import Transaction
 
 T = TypeVar("T")
 
 MAX_NAMED = 4
-_LOCK = "lock.mdb"
-_NEW = "compacting"
 READ_S = 0.1
 READ_BYTES = 16 * 2**20
 """Bounds of one transaction's reads, up to one group more."""
@@ -70,13 +61,6 @@ class GroupView:
     @property
     def lengths(self) -> list[int]:
         return [length for length in self.row.lengths if length]
-
-
-class Quarantined(NamedTuple):
-    """What failed validation and was set aside."""
-
-    number: int
-    entry: SetAside
 
 
 class Totals(NamedTuple):
@@ -138,27 +122,6 @@ class Inspection:
     def group(self, group_id: int) -> GroupView | None:
         return look_at(self.store, lambda tx: self._view(tx, group_id, with_samples=True))
 
-    def group_of_record(self, record_id: int) -> GroupView | None:
-        """Return the group of a stored record; None: there is none. CorruptRecord if it is damaged."""
-        group_id = look_at(self.store, lambda tx: _group_of(tx, record_id))
-        return None if group_id is None else self.group(group_id)
-
-    def quarantined(self) -> Iterator[Quarantined]:
-        """Yield what is set aside, oldest first. The service keeps the last few only; `totals` counts all."""
-        for (number,) in look_at(self.store, lambda tx: list(tx.quarantine.all_keys())):
-            try:
-                entry = self.quarantined_at(number)
-            except CorruptRecord as error:
-                self.damaged.append(f"quarantined {number}: {error}")
-                continue
-            if entry is not None:  # else it has made room meanwhile
-                yield entry
-
-    def quarantined_at(self, number: int) -> Quarantined | None:
-        """Return what was set aside under this number; None: it is not there. CorruptRecord if it is damaged."""
-        value = look_at(self.store, lambda tx: tx.quarantine.get(number))
-        return None if value is None else Quarantined(number, SetAside.of(value))
-
     # --- parts ------------------------------------------------------------------------------------
 
     def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
@@ -213,28 +176,9 @@ def look_at(store: Store, look: Callable[[Transaction], T]) -> T:
         return store.read(look)
 
 
-def read_row(data: bytes) -> dict[str, Any] | None:
-    """Return the row that was set aside, whatever its values are; None if the bytes are no whole row."""
-    if (int.from_bytes(data[:4], "little"), int.from_bytes(data[4:8], "little")) != (SCHEMA_VERSION, 1):
-        return None
-    try:
-        batch = all_rows([data])
-        batch.validate()  # the bounds of its arrays, before anyone asks what they hold
-        batch.validate(full=True)
-        found: list[dict[str, Any]] = batch.to_pylist()
-    except (pa.ArrowException, struct.error, ValueError, IndexError, TypeError, OverflowError, MemoryError):
-        return None
-    return found[0]
-
-
 def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
     scores = [None if each.scores is None else np.frombuffer(each.scores, np.float32) for each in samples]
     return join_rows([each.record for each in samples], [each.record_id for each in samples], scores)
-
-
-def _group_of(tx: Transaction, record_id: int) -> int | None:
-    holder = tx.find_block(record_id)
-    return None if holder is None else group_of(holder[0])
 
 
 @contextmanager
@@ -251,7 +195,7 @@ def _naming(folder: Path) -> Iterator[None]:
         ) from error
 
 
-# --- verify and compact -----------------------------------------------------------------------------------
+# --- verify -----------------------------------------------------------------------------------
 
 
 def verify(tx: Transaction) -> dict[str, Any]:
@@ -396,74 +340,3 @@ def _sample_faults(tx: Transaction, draw: DrawRecord) -> Iterator[str]:
         yield f"step {draw.step} names {len(stray)} records that its groups do not have, such as {stray[:MAX_NAMED]}"
     elif draw.lengths != [lengths[record] for record in draw.record_ids]:
         yield f"step {draw.step} has other lengths than the groups say for its records"
-
-
-class Compacted(NamedTuple):
-    """Size of a store's file before and after."""
-
-    folder: Path
-    before_bytes: int
-    after_bytes: int
-
-
-def compact(folder: Path) -> Compacted:
-    """Compact the store of a buffer folder.
-
-    Raises:
-        StoreError: its service runs, it cannot be read, or there is no room for a second copy; nothing has changed.
-    """
-    Store(folder, None).close()  # it can be read, and was not cut off
-    lock = own(folder)
-    try:
-        return _compact(folder)
-    finally:
-        os.close(lock)
-
-
-def _compact(folder: Path) -> Compacted:
-    data, new = folder / DATA, folder / _NEW
-    before = data.stat().st_size
-    try:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=len(TABLES), map_size=before) as env:
-            _copy(env, new)
-            _check_same(env, new)
-        sync(new / DATA)
-        after = (new / DATA).stat().st_size
-        (new / DATA).replace(data)
-        # Its reader table is of the old file: a process that opens the new one makes a table of its own.
-        (folder / _LOCK).unlink(missing_ok=True)
-        sync(folder)
-    except (OSError, lmdb.Error) as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(
-            f"the buffer in {folder} could not be compacted ({error}); it is as it was. The copy needs as much free "
-            "space as the store has live data"
-        ) from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    return Compacted(folder, before, after)
-
-
-def _copy(env: lmdb.Environment, folder: Path) -> None:
-    env.copy(str(folder), compact=True)
-
-
-def _check_same(old: lmdb.Environment, new: Path) -> None:
-    """Compare every row of every table; StoreError if the copy differs."""
-    size = (new / DATA).stat().st_size
-    with lmdb.open(str(new), readonly=True, lock=False, max_dbs=len(TABLES), map_size=size) as copy:
-        with old.begin() as tx:
-            names = [bytes(name) for name in tx.cursor().iternext(keys=True, values=False)]
-        tables = [(name, old.open_db(name, create=False), copy.open_db(name, create=False)) for name in names]
-        with old.begin(buffers=True) as theirs, copy.begin(buffers=True) as ours:
-            for name, before, after in tables:
-                rows = zip(theirs.cursor(db=before), ours.cursor(db=after), strict=False)
-                same = theirs.stat(before)["entries"] == ours.stat(after)["entries"]
-                if not same or any(row != copied for row, copied in rows):
-                    raise StoreError(
-                        f"the compacted copy in {new} differs from the buffer in table '{name.decode()}'; it was "
-                        "removed, and the buffer is as it was. Check the disk, then try again"
-                    )

@@ -33,8 +33,6 @@ BIND_RETRY_S = 5.0
 _MAX_FRAMES = 3
 """Of a message: identity, header, body."""
 _LARGE_BYTES = 2**20
-_MAX_SHOWN_BYTES = 64 * 2**10
-"""Of each frame of an invalid message."""
 _NOTHING = memoryview(b"")
 _SOCKET = "socket"
 _MAX_UNIX_BYTES = 107
@@ -65,7 +63,6 @@ class Malformed(NamedTuple):
     identity: bytes
     request_id: int
     reason: str
-    data: bytes | memoryview
     reply: Refused | None
     """None: there is no request to answer."""
     peer: str
@@ -224,17 +221,17 @@ class RpcServer:
             header, body = (*rest, _NOTHING)[:2] if 1 <= len(rest) <= 2 else (_NOTHING, _NOTHING)
             envelope = self._protocol.decode(header, max_bytes=self._protocol.max_header_bytes)
         except msgspec.DecodeError:
-            return Malformed(identity, 0, "header", b"|".join(frame[:_MAX_SHOWN_BYTES] for frame in rest), None, peer)
+            return Malformed(identity, 0, "header", None, peer)
         number, message = envelope.request_id, envelope.message
         if len(body) > _LARGE_BYTES and (reason := self._refuse_body(body)):
             refused = Refused(f"the message was quarantined: {reason}")
-            return Malformed(identity, number, "schema", body, refused, peer)
+            return Malformed(identity, number, "schema", refused, peer)
         if envelope.body_checksum != checksum(body):
             damaged = Refused(f"a body of {len(body)} bytes does not match its checksum", DAMAGED)
-            return Malformed(identity, number, "checksum", body, damaged, peer)
+            return Malformed(identity, number, "checksum", damaged, peer)
         if not isinstance(message, self._protocol.requests):
             refused = Refused(f"{type(message).__name__} is no request")
-            return Malformed(identity, number, "header", header, refused, peer)
+            return Malformed(identity, number, "header", refused, peer)
         asker = envelope.asker
         reason = self._stranger(envelope.run_id, envelope.protocol) or self._protocol.refusal(message, asker)
         if reason or asker is None:

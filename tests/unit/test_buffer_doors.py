@@ -1,5 +1,6 @@
 """What a client that is none of the run's, or of a wrong role, gets from the buffer: a sentence, and no change."""
 
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -10,13 +11,13 @@ import zmq
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
-from buffer.errors import CorruptRecord
-from buffer.nonsense import _PACED_FROM, MAX_QUARANTINED, MAX_SENDERS, OTHERS, Senders, SetAside
 from buffer.service import BufferService
+from buffer.upkeep import MAX_SENDERS, OTHERS, Senders
 from common.rpc.messages import ROLES, Asker
 from common.rpc.server import STRANGER
-from tests.world.buffer import InProcessBuffer, facts, make_trajectory
+from tests.world.buffer import facts, make_trajectory
 from tests.world.serving import serving
+from tests.world.waiting import wait_until
 
 FACTS = facts(vocab_size=64, max_tokens=16, groups_per_step=1)
 CLIENTS = ACTOR, LEARNER, LAUNCH, RANKER = [
@@ -234,78 +235,21 @@ def test_who_sends_nonsense_is_named_and_counted_and_does_not_hide_the_others(se
     first = "Drain is for launch, and 'actor-0' is of role 'actor'"
     assert (told[ACTOR.name].count, told[ACTOR.name].first) == (4, first)
     assert status.quarantined_by_reason == {"header": 1, "reward not finite": 1}
-    kept = service._store.read(lambda tx: [SetAside.of(tx.quarantine.require(number)) for number in (1, 2)])
-    assert {(entry.reason, entry.sender) for entry in kept} == {("header", stranger), ("reward not finite", ACTOR.name)}
 
 
-# --- the quarantine ---------------------------------------------------------------------------------
+def test_messages_that_cannot_be_read_are_counted_and_cost_no_commit(service, wire, run):
+    def num_commits():
+        return service._store._env.info()["last_txnid"]
 
-
-@pytest.fixture
-def buffer(tmp_path):
-    made = InProcessBuffer(tmp_path / "buffer", FACTS)
-    yield made
-    made.close()
-
-
-def kept_of(buffer):
-    """The senders of what the quarantine holds."""
-    return buffer.store.read(
-        lambda tx: [SetAside.of(tx.quarantine.require(number)).sender for (number,) in tx.quarantine.all_keys()]
-    )
-
-
-def flood(buffer, sender, count):
-    def set_aside(tx):
-        for number in range(count):
-            buffer.now_s += 2.0  # slow enough that all of it would be kept
-            buffer.core.quarantine.set_aside(tx, "header", b"%d" % number, sender=sender)
-
-    buffer.store.write(set_aside)
-
-
-def test_a_flood_of_one_sender_leaves_the_evidence_of_the_others(buffer):
-    flood(buffer, "actor-0", 40)
-    flood(buffer, f"{STRANGER} (process 1 of user 2)", 3000)
-    buffer.restart()
-    flood(buffer, "actor-1", 10)
-    for process in range(2, 202):  # as many as they like
-        flood(buffer, f"{STRANGER} (process {process} of user 2)", 100)
-    senders = kept_of(buffer)
-    assert (senders.count("actor-0"), senders.count("actor-1"), len(senders)) == (40, 10, MAX_QUARANTINED)
-    assert buffer.status().quarantined_by_reason == {"header": 40 + 3000 + 10 + 200 * 100}
-
-
-def test_of_a_fast_flood_one_a_second_is_written_and_all_is_counted(buffer):
-    def set_aside(tx):
-        for number in range(5000):
-            buffer.core.quarantine.set_aside(tx, "body", b"%d" % number, sender="actor-0")
-
-    buffer.store.write(set_aside)
-    assert len(kept_of(buffer)) == _PACED_FROM
-    buffer.now_s += 1.0
-    buffer.store.write(set_aside)
-    assert len(kept_of(buffer)) == _PACED_FROM + 1
-    assert buffer.status().quarantined_by_reason == {"body": 10_000}
-
-
-def test_what_a_failed_transaction_set_aside_takes_nobodys_share(buffer):
-    quarantine = buffer.core.quarantine
-
-    def fails(tx):
-        quarantine.set_aside(tx, "body", b"x", sender="actor-0")
-        raise CorruptRecord("of the test")
-
-    with pytest.raises(CorruptRecord):
-        buffer.store.write(fails)
-    flood(buffer, "actor-1", MAX_QUARANTINED)
-    assert kept_of(buffer) == ["actor-1"] * MAX_QUARANTINED
-
-
-def test_a_row_of_the_quarantine_is_read_whatever_its_sender_is_called():
-    entry = SetAside("header", "a\tb\nc\x1b", b"\t\n")
-    assert SetAside.of(entry.row()) == SetAside("header", "a?b?c?", b"\t\n")
-    assert SetAside.of(b"body\n\t\n") == SetAside("body", "", b"\t\n"), "as earlier releases wrote it"
+    junk, before = wire(), num_commits()
+    for _ in range(50):
+        junk._socket.send_multipart([b"junk"])
+        time.sleep(0.002)
+    wait_until(lambda: sum(each.count for each in service._senders.told().values()) == 50, "the last of them")
+    assert num_commits() == before
+    status = run.wire.ask(p.StatusRequest(), asker=LAUNCH)
+    assert status.quarantined_by_reason == {"header": 50}
+    assert status.ledger["gap"] == 0
 
 
 def test_senders_are_told_apart_up_to_a_number():

@@ -1,6 +1,5 @@
-"""Parquet and compaction: what is written is what was stored, and never half."""
+"""Parquet: what is written is what was stored, and never half."""
 
-import os
 import re
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.errors import StoreError
 from buffer.offline import inspect as inspecting
-from buffer.offline.inspect import Inspection, compact, verify
+from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import STATE, export, version_bounds
 from buffer.rows import SPAN
-from buffer.store import Store, own
+from buffer.store import Store
 from buffer.tables import Tries
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
@@ -190,52 +189,3 @@ def test_the_examples_of_the_page_run_as_they_stand_or_say_what_to_install(run, 
     said = capsys.readouterr().out
     assert "mean" in said
     assert "0.125" in said, "the mean reward of the first two groups, all of lag 0"
-
-
-def test_compaction_leaves_out_free_pages_and_nothing_else(run, tmp_path):
-    folder = run / "buffer"
-    exported(run, tmp_path / "before.parquet")
-    with lmdb.open(str(folder), max_dbs=64, map_size=2**26) as env:
-        bulk = env.open_db(b"records", create=False)
-        for value in (b"x" * 2**20, None):
-            with env.begin(write=True) as txn:
-                for key in (b"bulk-1", b"bulk-2"):
-                    txn.put(key, value, db=bulk) if value else txn.delete(key, db=bulk)
-    done = compact(folder)
-    assert done.after_bytes < done.before_bytes - 2**20
-    assert (folder / "data.mdb").stat().st_size == done.after_bytes
-    assert not (folder / "compacting").exists()
-    exported(run, tmp_path / "after.parquet")
-    assert pq.read_table(tmp_path / "after.parquet").equals(pq.read_table(tmp_path / "before.parquet"))
-    again = InProcessBuffer(folder, facts())
-    assert again.faults() == []
-    assert again.draw(3, 2)[0].ready
-    again.close()
-
-
-def test_a_store_in_use_is_not_compacted(run):
-    folder = run / "buffer"
-    data = (folder / "data.mdb").read_bytes()
-    lock = own(folder)
-    with pytest.raises(StoreError, match="in use by process"):
-        compact(folder)
-    assert (folder / "data.mdb").read_bytes() == data
-    os.close(lock)
-
-
-def test_a_copy_that_differs_does_not_replace_the_store(run, monkeypatch):
-    folder = run / "buffer"
-    data = (folder / "data.mdb").read_bytes()
-
-    def copy_badly(env, target):
-        env.copy(str(target), compact=True)
-        damage(target, 3)
-
-    monkeypatch.setattr(inspecting, "_copy", copy_badly)
-    with pytest.raises(StoreError, match="differs from the buffer in table 'records'"):
-        compact(folder)
-    assert (folder / "data.mdb").read_bytes() == data
-    assert not (folder / "compacting").exists()
-    store = Store(folder, None)
-    assert store.read(verify)["faults"] == []
-    store.close()

@@ -132,7 +132,7 @@ def test_a_store_that_grows_beyond_the_map_of_a_reader_is_opened(tmp_path, monke
     Store(tmp_path, facts()).close()
     grow = (
         "import lmdb, sys; env = lmdb.open(sys.argv[1], map_size=2**24, max_dbs=64)\n"
-        "with env.begin(write=True) as txn: txn.put(b'k' * 8, bytes(2**22), db=env.open_db(b'quarantine', txn))"
+        "with env.begin(write=True) as txn: txn.put(b'k' * 8, bytes(2**22), db=env.open_db(b'scores', txn))"
     )
     table = Store._table
 
@@ -144,7 +144,7 @@ def test_a_store_that_grows_beyond_the_map_of_a_reader_is_opened(tmp_path, monke
     monkeypatch.setattr(Store, "_table", after_growth)
     store = Store(tmp_path, None, first_map_size=2**16)
     assert store.size_bytes > 2**22
-    assert store.read(lambda tx: tx.quarantine.count) == 1
+    assert store.read(lambda tx: tx.scores.count) == 1
     store.close()
 
 

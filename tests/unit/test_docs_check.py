@@ -50,7 +50,7 @@ def test_a_command_that_does_not_exist_is_found(tmp_path, capsys, line, expected
     "line",
     [
         "leeway train examples/demo.toml --learner.num_steps 20   # a comment",
-        "leeway buffer ls runs/NAME --quarantine | head",
+        "leeway buffer ls runs/NAME --phase ready | head",
         "leeway status [RUN] --json",
         "leeway buffer show RUN GROUP",
         "LEEWAY_EXTRA=gpu make install",

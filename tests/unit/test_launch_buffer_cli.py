@@ -71,7 +71,7 @@ def test_ls_lists_every_group_and_adds_them_up(run, leeway):
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        (["--phase", "ready", "--limit", 2], [3, 4]),
+        (["--phase", "ready"], [3, 4, 5, 6, 7]),
         (["--phase", "closed"], [1, 2, 8]),
         (["--phase", "drawn"], []),
         (["--prompt", 8], [1]),
@@ -123,43 +123,11 @@ def test_a_model_of_the_hub_decodes_too(run, leeway, tmp_path, monkeypatch):
     assert leeway("show", run, 2)[1].count("  'abc'") == 2
 
 
-def test_show_prints_every_column_of_a_record(run, leeway):
-    status, lines, _ = leeway("show", run, "--record", 4)
-    assert status == 0
-    assert [line for line in lines if line.startswith("sample ")] == [
-        "sample 1: record 4, trained, reward 0.250 (exact 0.250), stop"
-    ]
-    assert "  token_ids: [0, 1, 2, 3, 4, 5]" in lines
-    assert "  logprobs: [-0.5, -0.5, -0.5]" in lines
-    assert "  finished_s: 2.0" in lines
-
-
-@pytest.mark.parametrize("what", [["99"], ["--record", "99"], ["--quarantined", "99"]])
-def test_what_is_not_there_is_an_error_that_says_where_to_look(run, leeway, what):
-    status, lines, said = leeway("show", run, *what)
+def test_a_group_that_is_not_there_is_an_error_that_says_where_to_look(run, leeway):
+    status, lines, said = leeway("show", run, "99")
     assert (status, lines) == (1, [])
-    assert f"{run / 'buffer'}" in said
-    assert "99" in said
+    assert f"the buffer in {run / 'buffer'} holds no group 99" in said
     assert "leeway buffer ls" in said
-
-
-def test_the_quarantine_is_listed_with_reasons_and_its_rows_can_be_read(run, leeway):
-    _, lines, _ = leeway("ls", run, "--quarantine")
-    assert lines[2].split(maxsplit=2)[0::2] == ["1", "reward not finite, from actor-0"]
-    status, lines, _ = leeway("show", run, "--quarantined", 1)
-    assert (status, lines[0].split(";")[0]) == (0, "quarantined 1: reward not finite, from actor-0")
-    assert "  actor: actor-0" in lines
-
-
-def test_bytes_in_quarantine_that_are_no_row_are_shown_as_bytes(tmp_path, leeway):
-    buffer = InProcessBuffer(tmp_path, facts())
-    for body in (b"\x1b[2Jboo", b"\x02\0\0\0" + b"\xff" * 400):
-        buffer.store.write(lambda tx, body=body: buffer.core.quarantine.set_aside(tx, "body", body, sender="x"))
-    buffer.close()
-    status, lines, _ = leeway("show", tmp_path, "--quarantined", 1)
-    assert status == 0
-    assert lines[-1].split() == ["0", "1b", "5b", "32", "4a", "62", "6f", "6f", ".[2Jboo"]
-    assert leeway("show", tmp_path, "--quarantined", 2)[1][-1].startswith("     240  ff ff")
 
 
 def test_verify_says_what_it_checked_and_finds_damage(run, leeway):
@@ -176,7 +144,7 @@ def test_verify_says_what_it_checked_and_finds_damage(run, leeway):
 
 @pytest.mark.process
 def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, leeway):
-    buffer = InProcessBuffer(tmp_path / "buffer", facts(max_tokens=20_000))
+    buffer = InProcessBuffer(tmp_path / "buffer", facts(max_tokens=20_000, vocab_size=20_000))
     buffer.begin()
     actor = Actor(buffer)
     for lease in actor.lease(2):
@@ -185,11 +153,11 @@ def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, lee
     data = tmp_path / "buffer" / "data.mdb"
     pages = bytearray(data.read_bytes())
     long_values = [at for at in range(0, len(pages), 4096) if pages[at + 10 : at + 12] == b"\x04\0"]
-    pages[long_values[0] + 12] ^= 8  # how many pages the value has: it claims those of others
+    pages[long_values[0] + 12] += 1  # how many pages the value has: it claims one of others
     data.write_bytes(pages)
     status, lines, said = leeway("verify", tmp_path)
     assert (status, lines[-1][-7:]) == (2, "1 fault")
-    assert "is used twice" in lines[-2]
+    assert "long pages, entries] = [0, 1, 25, 2], not [0, 1, 24, 2]" in lines[-2]
     assert f"{tmp_path / 'buffer'} is damaged: restore it from a copy" in said
     assert subprocess.run(command(data.parent, "--verify"), capture_output=True, timeout=60).returncode == 2
 
@@ -197,13 +165,9 @@ def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, lee
 def test_what_is_damaged_is_named_with_its_folder_and_what_to_do(run, leeway):
     damage(run / "buffer", "records", 3)
     damage(run / "buffer", "groups", 5)
-    damage(run / "buffer", "quarantine", 1)
     for verb, named in (
         (["ls"], "left out: group 5: "),
         (["show", 2], "left out: record 3 of group 2: "),
-        (["show", "--record", 3], "is damaged: "),
-        (["show", "--quarantined", 1], "is damaged: "),
-        (["ls", "--quarantine"], "left out: quarantined 1: "),
         (["export", run / "out.parquet"], "left out: group 5: "),
     ):
         status, _, said = leeway(verb[0], run, *verb[1:])
@@ -221,22 +185,9 @@ def test_damaged_draws_are_of_no_concern_where_groups_are_shown(run, leeway):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["ls", "--quarantine", "--prompt", 1, "--phase", "open"], ["--prompt", "--phase", "--quarantine"]),
-        (["ls", "--quarantine", "--phase", "ready"], ["--phase"]),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(run, leeway, options, named):
-    status, lines, said = leeway(options[0], run, *options[1:])
-    assert (status, lines, said.count("\n")) == (2, [], 1)
-    assert all(name in said for name in named)
-
-
-@pytest.mark.parametrize(
     "options",
     [
-        *(["show", 2**63], ["show", 0], ["show", "--record", 2**64], ["show", "--quarantined", "9" * 5000]),
+        *(["show", 2**63], ["show", 0], ["show", "9" * 5000]),
         *(["ls", "--prompt", 10**400], ["ls", "--prompt", -1], ["ls", "--prompt", "x"]),
     ],
 )
@@ -247,14 +198,8 @@ def test_a_number_that_the_store_cannot_have_is_refused(run, leeway, options):
     assert len(said) < 200
 
 
-@pytest.mark.parametrize("options", [[], [1, "--record", 4], ["--record", 4, "--quarantined", 1]])
-def test_show_takes_a_group_or_a_record_or_a_quarantined_row(run, leeway, options):
-    assert leeway("show", run, *options) == (2, [], "leeway: give one of GROUP, --record N and --quarantined N\n")
-
-
 def test_the_largest_number_that_the_store_could_have_is_looked_for(run, leeway):
-    for options in (["show", 2**63 - 1], ["show", "--record", 2**63 - 1], ["show", "--quarantined", 2**63 - 1]):
-        assert leeway(options[0], run, *options[1:])[0] == 1
+    assert leeway("show", run, 2**63 - 1)[0] == 1
     assert leeway("ls", run, "--prompt", 2**63 - 1)[0] == 0
 
 
@@ -265,28 +210,25 @@ def test_a_folder_is_no_name_for_an_export(run, leeway, tmp_path):
         assert (status, said.startswith("leeway: ")) == (1, True)
 
 
-def test_export_and_compact_say_what_they_did(run, leeway):
+def test_export_says_what_it_did(run, leeway):
     status, lines, _ = leeway("export", run, run / "out.parquet")
     assert (status, lines[0].split(" in ")[0]) == (0, "15 trajectories of 8 groups")
     assert pq.read_table(run / "out.parquet").num_rows == 15
-    status, lines, _ = leeway("compact", run)
-    assert (status, len(lines)) == (0, 1)
-    assert leeway("verify", run)[0] == 0
 
 
 def test_a_run_is_found_by_its_name_and_a_wrong_one_named(run, leeway, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert leeway("ls", "sums")[0] == 0
-    for verb in (["ls"], ["verify"], ["compact"], ["export", "out.parquet"]):
+    for verb in (["ls"], ["verify"], ["export", "out.parquet"]):
         status, _, said = leeway(verb[0], "summs", *verb[1:])
         assert (status, "there is no buffer in summs" in said) == (1, True)
     assert not (tmp_path / "out.parquet").exists()
 
 
 def test_a_mistyped_option_or_verb_is_refused_with_what_was_meant(run, leeway):
-    status, lines, said = leeway("ls", run, "--lmit", "1")
+    status, lines, said = leeway("ls", run, "--phse", "open")
     assert (status, lines) == (2, [])
-    assert "No such option: --lmit (Possible options: --limit)" in said
+    assert "No such option: --phse (Possible options: --help, --phase)" in said
     status, lines, said = leeway("verfy", run)
     assert (status, lines) == (2, [])
     assert "No such command 'verfy'. Did you mean 'verify'? See `leeway buffer --help`" in said
@@ -354,8 +296,6 @@ def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypat
             exported = pq.read_table(tmp_path / "live.parquet", columns=["record_id"])
             assert before <= exported.num_rows == len(set(exported["record_id"].to_pylist()))
         assert live.num_committed > 40
-        status, _, said = leeway("compact", tmp_path)
-        assert (status, f"in use by process {live.process.pid}" in said) == (1, True)
     finally:
         live.close()
     assert leeway("verify", tmp_path)[0] == 0
