@@ -13,11 +13,10 @@ The rules, each in the given transaction
     core        BufferCore: every request, without sockets
     leases      which prompts are out with which actor, and when they are issued again
     ingest      what becomes of pushed trajectories, row by row, and what a row must satisfy
-    draws       which groups train at which step, recorded and idempotent
-    steps       Steps: what becomes of the draws; the scores of the reference
+    steps       Steps: which groups train at which step, recorded and idempotent, and what becomes of them
     samplers    which of the groups that are ready a step takes
-    groups      the life of a group of samples, and which groups leave a store that is full
-    prompts     which prompt is leased next: the data's order, or what `planning.prompts` chooses
+    groups      the life of a group of samples, which groups leave a full store, and which prompt is leased next:
+                the data's order, or what `planning.prompts` chooses
     lengths     Fidelity: which lengths were generated, and which of them are trained
     ledger      where every issued sample is, and the identities that must hold
 The store

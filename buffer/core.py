@@ -10,22 +10,22 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from msgspec.structs import replace
 
 from buffer import protocol as p
-from buffer import schema
+from buffer import rows, schema
 from buffer.config import BufferConfig
-from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError
-from buffer.groups import Groups
+from buffer.groups import Groups, prompts_of
 from buffer.ingest import MAX_PUSHED_ROWS, Ingest, Pushes, faults, known_versions, rows_of
 from buffer.leases import Leases
-from buffer.prompts import prompts_of
 from buffer.protocol import HandOn, Lease, LeaseGrant
 from buffer.rows import RowBytes, num_tokens_in
 from buffer.schema import HANDED_ON
-from buffer.steps import Steps, read_scores, write_scores
+from buffer.steps import Steps
 from buffer.tables import NO_RECORD, DrawRecord, Group, Partial
 from buffer.transaction import Transaction
 from common.run import RunFacts
@@ -133,8 +133,7 @@ class BufferCore:
         self.leases = Leases(config, facts, self.groups, clock)
         self.ingest = Ingest(facts, self.groups, self.leases)
         self.partials = Partials(facts, self.groups, self.leases)
-        self.steps = Steps(contract, self.groups)
-        self.draws = Draws(facts, self.groups, self.leases, self.steps)
+        self.steps = Steps(facts, self.groups, self.leases)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
             p.Hello: lambda tx, message: p.Welcome(self.leases.hello(tx, message).epoch),
             p.Renew: self.leases.renew,
@@ -161,7 +160,7 @@ class BufferCore:
             self.partials.take(tx, message, self._read(tx, body, schema.SCHEMA, max_rows=MAX_PUSHED_ROWS))
             return p.Done(), b""
         if isinstance(message, p.WriteScores):
-            write_scores(tx, self._read(tx, body, schema.SCORES))
+            _write_scores(tx, self._read(tx, body, schema.SCORES))
             return p.Done(), b""
         if isinstance(message, p.VisitsRequest):
             reply, visits = self.groups.prompts.visits()
@@ -182,19 +181,17 @@ class BufferCore:
 
     def try_draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
         self.groups.prepare(tx)
-        draw = self.draws.draw(tx, request)
+        draw = self.steps.draw(tx, request)
         if draw is None:
             return None
         ledger, fidelity = self.groups.checked_counts(tx), tx.state.length_fidelity
-        reply = p.DrawReply(
-            True, draw.step, draw.group_ids, draw.record_ids, ledger=ledger, lengths=draw.lengths, fidelity=fidelity
-        )
+        reply = p.DrawReply(True, draw.step, draw.group_ids, draw.record_ids, ledger=ledger, fidelity=fidelity)
         return reply, self._body(tx, draw)
 
     def draw_timed_out(self, tx: Transaction, request: p.DrawRequest, pushes_wait_for: str = "") -> Answer:
         """The reply to a draw that waited long enough, perhaps because no push can be taken in."""
         because = f"pushes wait: {pushes_wait_for}; " if pushes_wait_for else ""
-        return p.DrawReply(False, request.step, [], [], because + self.draws.waiting_for(tx, request)), b""
+        return p.DrawReply(False, request.step, [], [], because + self.steps.waiting_for(tx, request)), b""
 
     def _read(
         self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema, *, max_rows: int | None = None
@@ -208,7 +205,7 @@ class BufferCore:
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
         # Before the blocks are looked at, because their views do not survive a write.
-        scores = read_scores(tx, draw.record_ids)
+        scores = _read_scores(tx, draw.record_ids)
         try:
             blocks = tx.blocks_of(draw.record_ids)
         except CorruptRecord as error:
@@ -243,3 +240,51 @@ class BufferCore:
             fidelity=state.length_fidelity,
             fidelity_alarm=state.fidelity.is_alarming,
         )
+
+
+def _write_scores(tx: Transaction, batch: pa.RecordBatch) -> None:
+    """Store scores, of `schema.SCORES`, beside their records. Idempotent.
+
+    Those of a record that was evicted or damaged meanwhile are left out.
+
+    Raises:
+        BufferRefused: there was never such a record, or its scores are not finite or not as many as its tokens.
+    """
+    values, bounds = rows.flat_values(batch.column(1))
+    scores: dict[int, bytes] = {}
+    lengths: dict[int, int] = {}
+    for i, record in enumerate(batch.column(0).to_pylist()):
+        if not 0 <= record < tx.state.next_record:
+            raise BufferRefused(f"record {record} is not in the buffer: there was never one")
+        if record not in lengths:
+            try:
+                holder = tx.find_block(record)
+            except CorruptRecord:
+                continue
+            if holder is None:
+                continue
+            lengths |= holder[1]
+        score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
+        if len(score) != lengths[record] or not np.isfinite(score).all():
+            raise BufferRefused(
+                f"record {record} needs {lengths[record]} finite reference log-probabilities, got {len(score)}"
+            )
+        scores[record] = score.tobytes()
+    for record, payload in scores.items():
+        tx.scores.put(payload, record)
+
+
+def _read_scores(tx: Transaction, record_ids: list[int]) -> list[npt.NDArray[np.float32] | None]:
+    """The scores of records, None where there are none yet; damaged ones are deleted, to be computed anew."""
+    if not tx.scores.count:
+        return [None] * len(record_ids)
+    return [_read_score(tx, record) for record in record_ids]
+
+
+def _read_score(tx: Transaction, record: int) -> npt.NDArray[np.float32] | None:
+    try:
+        payload = tx.scores.get(record)
+    except CorruptRecord:
+        tx.scores.delete(record)
+        return None
+    return None if payload is None else np.frombuffer(payload, np.float32)

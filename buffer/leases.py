@@ -14,8 +14,7 @@ from math import inf
 
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, NotBelieved
-from buffer.groups import Groups
-from buffer.prompts import MOST_LOOKED_AT
+from buffer.groups import MOST_LOOKED_AT, Groups
 from buffer.protocol import GiveUp, HandOn, Hello, Lease, LeaseGrant, LeaseRequest, Push, Renew, RenewReply, Request
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction

@@ -259,8 +259,6 @@ class DrawReply(Message, frozen=True):
     """If not ready: what is missing and who owes it."""
     ledger: dict[str, int] = msgspec.field(default_factory=dict)
     """The counts of `Status.ledger` in the transaction of the draw."""
-    lengths: list[int] = msgspec.field(default_factory=list)
-    """Tokens of each trajectory, prompt included."""
     fidelity: LengthFidelity = LengthFidelity()
 
 
@@ -358,7 +356,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
 
 PROTOCOL = Protocol(
     "buffer service",
-    12,
+    13,
     Request,
     Reply,
     asked_by=ASKED_BY,

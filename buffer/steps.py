@@ -1,47 +1,89 @@
-"""The learner's side of a store: its steps, and the scores of the reference model.
+"""The learner's side of a store: which groups train at which step, and what becomes of them.
 
-Steps: what becomes of recorded draws when they are finished, redone, forgotten or durable. A restarted learner redoes
-the steps after its checkpoint from the recorded draws, as far as the age bound holds: tokens of abandoned versions
-count at most as the version it resumed from. Later steps are drawn anew. Uses become final, and the records evictable,
-with a durable checkpoint at or past the step. A group is held by each recorded draw that is not finished.
-
-Scores: log-probabilities of the reference model. A step scores the samples of its draw that have none, and a step that
-takes them again reads them here.
+A draw is recorded, so that the same step asked again gets the same groups. The generator is seeded by run, step and
+incarnation. A restarted learner redoes the steps after its checkpoint from the recorded draws, as far as the age bound
+holds: tokens of abandoned versions count at most as the version it resumed from. Later steps are drawn anew. Uses
+become final, and the records evictable, with a durable checkpoint at or past the step. A group is held by each recorded
+draw that is not finished.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from msgspec.structs import replace
 
-from buffer import rows
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
+from buffer.index import ReadyGroup
+from buffer.leases import Leases
 from buffer.lengths import ALARM
-from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
+from buffer.protocol import BeginIncarnation, CheckpointDurable, DrawRequest, IncarnationReply, Published, StepFinished
 from buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
 from buffer.transaction import Transaction
-from common.staleness import StalenessContract
+from common.run import RunFacts
 
 log = logging.getLogger(__name__)
 
 MAX_BEHIND = 1024
 """Steps by which the service's view of the learner may be late."""
+MAX_NAMED = 4
+"""How many groups or actors a message names before it says 'and others'."""
 WARN_EVERY_STEPS = 100
 """Steps between two warnings of length fidelity."""
 
 
 class Steps:
-    """Follows the learner."""
+    """Draws groups for steps by the sampler, and follows the learner."""
 
-    def __init__(self, contract: StalenessContract, groups: Groups) -> None:
-        self._contract = contract
+    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
+        self._facts, self._contract = facts, facts.contract
         self._groups = groups
+        self._leases = leases
+        self._waits = self._contract.config.on_stale == "wait"
+
+    def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
+        """Return the groups of a step; None: it must wait.
+
+        Raises:
+            BufferRefused: the learner was replaced, or the request contradicts what is known.
+        """
+        state = tx.state
+        self._check(tx, request)
+        draw = tx.draws.get(request.step)
+        is_over = request.step not in state.pending_draws
+        if draw is not None and draw.incarnation == state.incarnation and (is_over or draw.version == request.version):
+            return draw
+        self._check_version(state, request.step, request.version)
+        if draw is not None and self._adopt(tx, draw, request):
+            return draw
+        if draw is None and request.step <= state.step:
+            raise BufferRefused(f"step {request.step} is over: the learner has finished step {state.step}")
+        self.release_from(tx, request.step)
+        self._drop_stale(tx, request.version)
+        chosen = self._choose_sound(tx, request)
+        self._refuse_what_never_comes(tx, request)
+        if len(chosen) < request.num_groups or self._held_back_by(tx, chosen, request.version):
+            return None
+        return self._record(tx, request, chosen)
+
+    def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
+        """What the step still lacks, and who owes it."""
+        ready = len(self._groups.index.ready)
+        text = f"step {request.step} has {min(ready, request.num_groups)} of {request.num_groups} groups"
+        chosen = self._choose(tx, request) if self._waits else []
+        held = [] if len(chosen) < request.num_groups else self._held_back_by(tx, chosen, request.version)
+        if held:
+            text += (
+                f" and waits for older ones (on_stale = 'wait'): "
+                f"{_some([f'group {group_id}' for group_id in held], len(held))}"
+            )
+        if tx.state.num_set_aside:
+            text += f" ({tx.state.num_set_aside} of equal rewards were set aside for it)"
+        return f"{text}; {self._owed(tx)}"
 
     def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
         """Begin an incarnation, which ends draining. Idempotent per session; BufferRefused if a newer one began."""
@@ -67,7 +109,7 @@ class Steps:
     def finish(self, tx: Transaction, message: StepFinished) -> None:
         """Step `step` is done: its samples are trained (or filtered, where it was skipped)."""
         state = tx.state
-        self.check_incarnation(state, message.incarnation)
+        self._check_incarnation(state, message.incarnation)
         draw = tx.draws.get(message.step) if message.step > 0 else None
         if draw is None:
             if message.step <= state.step:
@@ -78,11 +120,12 @@ class Steps:
         self._check_outcome(draw, message)
         self._finish(tx, draw, message.version)
         state.version, state.step = message.version, message.step
-        self._finished(tx)
+        tx.undo.append(self._groups.prompts.pace.undo())
+        self._groups.prompts.pace.finished()
         self._watch_lengths(state)
 
     def durable(self, tx: Transaction, message: CheckpointDurable) -> None:
-        self.check_incarnation(tx.state, message.incarnation)
+        self._check_incarnation(tx.state, message.incarnation)
         unfinished = [step for step in tx.state.pending_draws if step <= message.step]
         if unfinished:
             raise BufferRefused(f"a checkpoint at step {message.step} cannot be durable: {unfinished} are unfinished")
@@ -93,30 +136,6 @@ class Steps:
                 self._groups.save(tx, group)
             tx.draws.delete(step)
         self._groups.evict(tx)
-
-    def check_incarnation(self, state: StoreState, incarnation: int) -> None:
-        """Raise BufferRefused unless it is the present learner."""
-        if state.incarnation < 0:
-            raise BufferRefused("no learner has begun: send BeginIncarnation first")
-        if incarnation != state.incarnation:
-            raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; only one may train")
-
-    def record(self, tx: Transaction, draw: DrawRecord) -> None:
-        for group_id in set(draw.group_ids):
-            group = tx.groups.require(group_id)
-            group.held += 1
-            self._groups.hold(tx, group)
-        tx.draws.put(draw, draw.step)
-        tx.state.pending_draws[draw.step] = len(set(draw.group_ids))
-        tx.state.num_set_aside = 0
-        tx.undo.append(self._groups.prompts.pace.undo())
-        self._groups.prompts.pace.drawn()
-
-    def all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
-        """Are all groups of a recorded draw within the age bound at this version?"""
-        groups = [tx.groups.require(group_id) for group_id in draw.group_ids]
-        ages = [(group.oldest_effective(tx.state), group) for group in groups]
-        return len(self._contract.select(ages, version)) == len(groups)
 
     def release_from(self, tx: Transaction, step: int) -> None:
         """Forget the draw of this step, and all later ones that this incarnation has not drawn itself.
@@ -139,6 +158,163 @@ class Steps:
             tx.state.pending_draws.pop(later, None)
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _check_incarnation(self, state: StoreState, incarnation: int) -> None:
+        """Raise BufferRefused unless it is the present learner."""
+        if state.incarnation < 0:
+            raise BufferRefused("no learner has begun: send BeginIncarnation first")
+        if incarnation != state.incarnation:
+            raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; only one may train")
+
+    def _all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
+        """Are all groups of a recorded draw within the age bound at this version?"""
+        groups = [tx.groups.require(group_id) for group_id in draw.group_ids]
+        ages = [(group.oldest_effective(tx.state), group) for group in groups]
+        return len(self._contract.select(ages, version)) == len(groups)
+
+    def _refuse_what_never_comes(self, tx: Transaction, request: DrawRequest) -> None:
+        """Of recorded samples no more are made; those of a step that is not over may be used again after it."""
+        num_ready = len(self._groups.index.ready)
+        if self._groups.config.source is None or num_ready >= request.num_groups or tx.state.pending_draws:
+            return
+        ledger = tx.state.ledger
+        raise BufferRefused(
+            f"step {request.step} has {num_ready} of {request.num_groups} groups, and buffer.source has no more for "
+            f"it: {ledger.filtered} are filtered, as by steps that were skipped, {ledger.uninformative} set aside, and "
+            f"{ledger.evicted_unused} evicted unused, as damaged ones are. Resume with learner.num_steps = "
+            f"{request.step - 1} to end the run here"
+        )
+
+    def _owed(self, tx: Transaction) -> str:
+        """Who owes groups, and whether more may be leased."""
+        owed = []
+        still_open = self._groups.index.open
+        for group_id in still_open[:MAX_NAMED]:
+            group = tx.groups.require(group_id)
+            owner = f"{group.actor} (lease {group.lease_id})" if group.lease_id else "nobody: it waits for an actor"
+            owed.append(f"group {group_id}, samples {group.missing()} from {owner}")
+        text = f"owed: {_some(owed, len(still_open))}; " if owed else ""
+        closed = self._leases.closed_because(tx)
+        return text + (f"no new leases: {closed}" if closed else "new leases wait for an actor to ask")
+
+    def _check(self, tx: Transaction, request: DrawRequest) -> None:
+        self._check_incarnation(tx.state, request.incarnation)
+        resumed = tx.state.incarnations[-1].step
+        if request.step <= resumed:
+            raise BufferRefused(
+                f"step {request.step} was done before this incarnation, which began after step {resumed}; "
+                f"its first step is {resumed + 1} (steps are counted from 1)"
+            )
+        if request.num_groups != self._facts.groups_per_step:
+            raise BufferRefused(
+                f"step {request.step} asks for {request.num_groups} groups, but admission counts on "
+                f"{self._facts.groups_per_step} per step: make [learner] groups_per_step agree with the run's facts"
+            )
+
+    def _check_version(self, state: StoreState, step: int, version: int) -> None:
+        """Refuse a version that the learner cannot be at by the time of the step."""
+        # A late copy of a request may still count on a step that was skipped since.
+        ahead = min(len(state.pending_draws), max(0, step - 1 - state.step))
+        if not state.version <= version <= self._contract.latest_version(state.version, ahead):
+            raise BufferRefused(
+                f"step {step} cannot train at version {version}: the learner finished steps up to "
+                f"version {state.version} and {len(state.pending_draws)} more are drawn"
+            )
+
+    def _adopt(self, tx: Transaction, draw: DrawRecord, request: DrawRequest) -> bool:
+        """Make a recorded draw one of this incarnation at this version, if it can still be trained on."""
+        if not self._all_usable(tx, draw, request.version):
+            return False
+        if draw.incarnation != request.incarnation and self._is_unfit(tx, draw):
+            return False
+        draw.incarnation, draw.version = request.incarnation, request.version
+        tx.draws.put(draw, draw.step)
+        return True
+
+    def _is_unfit(self, tx: Transaction, draw: DrawRecord) -> bool:
+        drawn = set(draw.record_ids)
+        groups = [tx.groups.require(group_id) for group_id in draw.group_ids]
+        lengths = [
+            length for group in groups for record, length in zip(group.records, group.lengths, strict=True)
+            if record in drawn
+        ]  # fmt: skip
+        return max(lengths, default=0) > self._facts.longest_drawn or self._is_damaged(tx, draw.record_ids)
+
+    def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
+        """Return the sampler's choice; what is too long or damaged leaves, and it chooses again.
+
+        Groups of equal rewards leave first, also those whose other samples were too long.
+        """
+        while True:
+            self._groups.set_aside_uninformative(tx)
+            chosen = self._choose(tx, request)
+            groups = [tx.groups.require(group_id) for group_id in sorted(set(chosen))]
+            left_out = [self._groups.leave_out_long(tx, group, self._facts.longest_drawn) for group in groups]
+            if any(left_out):
+                continue
+            damaged = [each for each in groups if self._is_damaged(tx, [each.records[i] for i in each.usable()])]
+            if not damaged:
+                return chosen
+            for group in damaged:
+                self._groups.drop_ready(tx, group, "evicted_unused")
+
+    def _choose(self, tx: Transaction, request: DrawRequest) -> list[int]:
+        """What the sampler takes for the step; fewer groups than asked for where not enough are ready."""
+        num = request.num_groups
+        if len(self._groups.index.ready) < num:
+            return []
+        seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation]
+        random = np.random.default_rng(seeds)
+        return self._groups.sampler.choose(self._groups.index, num, random)
+
+    def _record(self, tx: Transaction, request: DrawRequest, chosen: list[int]) -> DrawRecord:
+        drawn = [tx.groups.require(group_id) for group_id in chosen]
+        record_ids = [group.records[index] for group in drawn for index in group.usable()]
+        draw = DrawRecord(request.step, request.version, request.incarnation, chosen, record_ids)
+        for group in {group.group_id: group for group in drawn}.values():
+            group.held += 1
+            self._groups.hold(tx, group)
+        tx.draws.put(draw, draw.step)
+        tx.state.pending_draws[draw.step] = len(set(chosen))
+        tx.state.num_set_aside = 0
+        tx.undo.append(self._groups.prompts.pace.undo())
+        self._groups.prompts.pace.drawn()
+        return draw
+
+    def _drop_stale(self, tx: Transaction, version: int) -> None:
+        """Drop the ready groups that are past the bound at this version; they come first."""
+        for group_id in list(self._contract.evict(self._groups.index.ready, version)):
+            self._groups.drop_ready(tx, tx.groups.require(group_id), "dropped_stale")
+
+    def _held_back_by(self, tx: Transaction, chosen: Sequence[int], version: int) -> list[int]:
+        """Return open groups that this step must wait for (on_stale = "wait")."""
+        if not self._waits:
+            return []
+        drawn = set(chosen)
+        ready = self._groups.index.ready
+        still_open = list(self._open(tx))
+        held_back = self._contract.held_back(
+            self._left([key for key in ready if key.group_id in drawn], version),
+            self._left([key for key in ready if key.group_id not in drawn], version),
+            self._left(still_open, version),
+        )
+        return [still_open[i].group_id for i in held_back]
+
+    def _open(self, tx: Transaction) -> Iterator[ReadyGroup]:
+        for group_id in self._groups.index.open:
+            yield ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
+
+    def _left(self, groups: Iterable[ReadyGroup], version: int) -> list[int]:
+        """How many steps after the one at `version` could still use each of the groups; [] without a bound."""
+        left = (self._contract.steps_left(group.oldest, version) for group in groups)
+        return [num_steps for num_steps in left if num_steps is not None]
+
+    def _is_damaged(self, tx: Transaction, records: Sequence[int]) -> bool:
+        try:
+            tx.blocks_of(records)
+        except CorruptRecord:
+            return True
+        return False
 
     def _believe(self, state: StoreState, version: int) -> None:
         """Refuse a version that is further ahead than any news can be late."""
@@ -172,7 +348,9 @@ class Steps:
             if step <= message.step:
                 if step in state.pending_draws:
                     self._finish(tx, draw, self._version_after(draw, message))
-            elif not self.all_usable(tx, draw, self._contract.latest_version(message.version, step - message.step - 1)):
+            elif not self._all_usable(
+                tx, draw, self._contract.latest_version(message.version, step - message.step - 1)
+            ):
                 self.release_from(tx, step)
                 return
             elif step not in state.pending_draws:
@@ -226,10 +404,6 @@ class Steps:
         tx.draws.put(draw, draw.step)
         state.pending_draws.pop(draw.step, None)
 
-    def _finished(self, tx: Transaction) -> None:
-        tx.undo.append(self._groups.prompts.pace.undo())
-        self._groups.prompts.pace.finished()
-
     def _settle(self, tx: Transaction, group: Group, used: list[int], *, skipped: bool) -> None:
         target = "filtered" if skipped else "trained"
         for source in ("drawn",) if skipped else ("drawn", "filtered"):
@@ -259,49 +433,6 @@ class Steps:
             )
 
 
-def write_scores(tx: Transaction, batch: pa.RecordBatch) -> None:
-    """Store scores, of `schema.SCORES`, beside their records. Idempotent.
-
-    Those of a record that was evicted or damaged meanwhile are left out.
-
-    Raises:
-        BufferRefused: there was never such a record, or its scores are not finite or not as many as its tokens.
-    """
-    values, bounds = rows.flat_values(batch.column(1))
-    scores: dict[int, bytes] = {}
-    lengths: dict[int, int] = {}
-    for i, record in enumerate(batch.column(0).to_pylist()):
-        if not 0 <= record < tx.state.next_record:
-            raise BufferRefused(f"record {record} is not in the buffer: there was never one")
-        if record not in lengths:
-            try:
-                holder = tx.find_block(record)
-            except CorruptRecord:
-                continue
-            if holder is None:
-                continue
-            lengths |= holder[1]
-        score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
-        if len(score) != lengths[record] or not np.isfinite(score).all():
-            raise BufferRefused(
-                f"record {record} needs {lengths[record]} finite reference log-probabilities, got {len(score)}"
-            )
-        scores[record] = score.tobytes()
-    for record, payload in scores.items():
-        tx.scores.put(payload, record)
-
-
-def read_scores(tx: Transaction, record_ids: list[int]) -> list[npt.NDArray[np.float32] | None]:
-    """The scores of records, None where there are none yet; damaged ones are deleted, to be computed anew."""
-    if not tx.scores.count:
-        return [None] * len(record_ids)
-    return [_read_one(tx, record) for record in record_ids]
-
-
-def _read_one(tx: Transaction, record: int) -> npt.NDArray[np.float32] | None:
-    try:
-        payload = tx.scores.get(record)
-    except CorruptRecord:
-        tx.scores.delete(record)
-        return None
-    return None if payload is None else np.frombuffer(payload, np.float32)
+def _some(names: list[str], num: int) -> str:
+    named = "; ".join(names[:MAX_NAMED])
+    return named if num <= MAX_NAMED else f"{named}; and {num - MAX_NAMED} others"

@@ -317,7 +317,6 @@ class DrawRecord(msgspec.Struct):
     group_ids: list[int]
     record_ids: list[int]
     """In the order of `group_ids`, which may name a group several times."""
-    lengths: list[int]
     finished_by: int = -1
     """The incarnation that finished the step; -1: none yet."""
     is_trained: bool = False

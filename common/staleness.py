@@ -8,8 +8,8 @@ them. For a token sampled at version u and trained at version v its lag is v - u
         admit           may another group start?                                buffer.leases
         min_version     which version may start a request of a lease?           buffer.leases
         select          which groups may the step that begins at version v use? buffer.steps
-        evict           which are past the bound there?                         buffer.draws, buffer.leases
-        held_back       which open groups must the step wait for first?         buffer.draws
+        evict           which are past the bound there?                         buffer.steps, buffer.leases
+        held_back       which open groups must the step wait for first?         buffer.steps
         may_start       may an actor start a request on the weights it serves?  actors.weights
         check_trained   the last look at what is about to be trained            learner.coordinator
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from buffer.groups import MOST_LOOKED_AT, Pace
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
 from buffer.lengths import bucket_of
-from buffer.prompts import MOST_LOOKED_AT, Pace
 from buffer.samplers import build
 from buffer.tables import Group, Waiting
 from planning.dispatch import POLICIES, Speeds

@@ -1,4 +1,4 @@
-"""Prompts by chance, by success and by length: what takes the place of `buffer.prompts.Prompts`. Used by leases, and by
+"""Prompts by chance, by success and by length: what takes the place of `buffer.groups.Prompts`. Used by leases, and by
 their simulation.
 
 A law says which prompts are leased next.
@@ -38,7 +38,7 @@ import pyarrow as pa
 
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, CorruptRecord
-from buffer.prompts import MOST_LOOKED_AT, NextPrompt, Pace, Prompts, order_of
+from buffer.groups import MOST_LOOKED_AT, NextPrompt, Pace, Prompts, order_of
 from buffer.protocol import Expect, LeaseRequest, VisitsReply
 from buffer.schema import VISITS
 from buffer.tables import Group, Tries, Waiting

@@ -12,7 +12,7 @@ import numpy as np
 from actors.sample import sample_seed
 from actors.tasks import load_encoded
 from benchmarks.fleet_parts.setting import score_of
-from buffer.prompts import order_of
+from buffer.groups import order_of
 from launch.config import Config
 from planning.lengths import LengthLaw, PromptStream
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.prompts import Pace, order_of
+from buffer.groups import Pace, order_of
 from buffer.tables import Group, Waiting
 from common.staleness import StalenessConfig, StalenessContract
 from planning.dispatch import HAND_ON_SHARE, POLICIES, ByDeadline, InOrder, LongestFirst, Speeds

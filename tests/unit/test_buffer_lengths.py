@@ -125,11 +125,3 @@ def test_a_redone_step_does_not_count_its_lengths_again(make):
     for step in (1, 2, 3):
         train(buffer, step, incarnation=1)
     assert buffer.store.read(lambda tx: tx.state.fidelity.trained.total) == trained
-
-
-def test_a_draw_says_the_length_of_each_trajectory(make):
-    buffer, actor = started(make, BufferConfig(), groups_per_step=4)
-    for length in (200, 900, 300, 7):
-        generate(buffer, actor, 1, tokens=length)
-    reply, rows = buffer.draw(1, 0)
-    assert reply.lengths == [len(row.token_ids) for row in rows]

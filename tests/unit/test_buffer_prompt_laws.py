@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import roots_jacobi
 
 from buffer.config import BufferConfig
-from buffer.prompts import order_of
+from buffer.groups import order_of
 from buffer.tables import Shape, Tries
 from planning import prompts as laws
 from planning.buffer import SimulatedPrompts
