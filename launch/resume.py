@@ -11,6 +11,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +27,57 @@ from launch.checks import Plan, check
 from launch.config import NAMED_KEYS, Config, fixed_because, load_config, unknown_keys
 from launch.errors import ConfigError, as_config_error
 from launch.host import role_processes
-from launch.observe.history import History
+from launch.observe.metrics import Rows
+from launch.observe.status import Accuracy, StatusError, read_status
 from launch.run_folder import RunFolder, RunIdentity
 from learner.checkpoint_meta import Seal, newest_progress
 
 GOODBYE_S = 60.0
 """How long processes of a command that was killed may take to end. Ray's notice at once, an engine in seconds."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What earlier commands of a run did."""
+
+    identity: RunIdentity
+    last_step: int
+    """The last step in metrics.jsonl; a checkpoint may be older."""
+    evaluations: Sequence[Accuracy]
+    wall_s: float
+    """Seconds that the commands before worked on the run."""
+    num_redone: int = 0
+    changes: str = ""
+    """Which keys of the config, and which contents, are other than before, as a sentence; empty where none is."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """As `contents` of launch.resume gives them now."""
+
+    @property
+    def before(self) -> Accuracy | None:
+        """The first evaluation, if it is of a model that is not trained yet."""
+        first = self.evaluations[0] if self.evaluations else None
+        return first if first is not None and first.policy_version == 0 else None
+
+    def start(self, step: int) -> str:
+        """Where the run goes on, and what was changed; `step` is that of its newest checkpoint, 0 where it has none."""
+        place = f"the checkpoint of step {step}" if step else "the model, for there is no checkpoint"
+        return f"{place}; changed: {self.changes}" if self.changes else place
+
+    @classmethod
+    def read(cls, folder: RunFolder, changes: str = "", digests: Mapping[str, str] = {}) -> History:
+        """Read what is there.
+
+        Raises:
+            ConfigError: `run.json` is not there, or damaged.
+            ValueError: a line of the files is no JSON.
+        """
+        identity = folder.read_identity()
+        last_step = max((row["step"] for row in Rows(folder.metrics).read()), default=0)
+        evaluations, wall_s, num_redone = list[Accuracy](), 0.0, 0
+        with suppress(StatusError):  # a command that ended before it wrote one
+            status = read_status(folder.status)
+            evaluations, wall_s, num_redone = status.evaluations, status.wall_s, status.steps_redone
+        return cls(identity, last_step, evaluations, wall_s, num_redone, changes, digests)
 
 
 class Resumption(NamedTuple):

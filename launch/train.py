@@ -36,7 +36,6 @@ from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
 from launch.host import configure_logging, ourselves, private_files
 from launch.model_folder import fetch_model
 from launch.observe.display import Display
-from launch.observe.history import History
 from launch.observe.observer import Observer
 from launch.observe.sinks import Exporter, Tracker, check_wandb
 from launch.observe.status import Accuracy, PollResult
@@ -47,7 +46,7 @@ from launch.processes.evaluation import Evaluation, accuracy_of
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from launch.processes.supervisor import Supervisor
-from launch.resume import identity_of
+from launch.resume import History, identity_of
 from launch.run_folder import RunFolder, claimed, claimed_weights
 from learner.checkpoint_meta import TrainingProgress, newest_progress
 

@@ -28,7 +28,7 @@ from buffer.schema import Trajectory, VersionSpan
 from buffer.service import BufferService
 from common.run import RunContext, RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
-from launch.observe.history import Rows
+from launch.observe.metrics import Rows
 from learner.config import LearnerConfig, LearnerSections
 from learner.stage import Stage
 from weight_sync.config import WeightSyncConfig

@@ -22,7 +22,7 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
-from launch.observe.history import joined
+from launch.observe.metrics import joined
 from launch.observe.totals import Interval, shared
 from launch.observe.trace import read
 from launch.run_folder import RunFolder

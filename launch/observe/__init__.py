@@ -4,8 +4,7 @@ status      RunStatus: the one description of a run, as status.json holds it; ho
 observer    Observer: takes in what the roles report, and keeps the status new (`totals`: sums, rates, overlap)
 tripwires   Tripwires: weights or rewards that go wrong, told once and acted on
 trace       Trace: who did what and when, as a trace that Perfetto opens
-history     Rows: metrics.jsonl as it grows; History: what a resumed run needs of the commands before
-metrics     the registry of metrics
+metrics     the registry of metrics; Rows: metrics.jsonl as it grows
 sinks       actors.jsonl, events.jsonl, Weights & Biases, Prometheus
 view        View: the status, fitted into any width and height
 display     what a terminal shows: of the command that trains, and of `leeway top`

@@ -1,9 +1,17 @@
-"""The registry of metrics: every name that may stand in metrics.jsonl and W&B, and what it means.
+"""The registry of metrics, and the files that hold them: metrics.jsonl and actors.jsonl.
 
 A metric that does not apply to a step is null there, never 0.
 """
 
 from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.run_folder import RunFolder
 
 POOL_PREFIX = "pool/"
 """Before the name of a pool, for which the registry has NAME."""
@@ -208,3 +216,54 @@ def labelled(name: str) -> tuple[str, str, str]:
     if name.startswith(PART_PREFIX):
         return f"{PART_PREFIX}NAME", "function", name.removeprefix(PART_PREFIX)
     return name, "", ""
+
+
+class Rows:
+    """Reads a file of JSON lines while another process appends to it; a line that is not whole yet is left."""
+
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+        """Begin at the first line, or behind the last one."""
+        self._path, self._offset = path, 0
+        if at_end:
+            with path.open("rb") as file:
+                self._offset = file.seek(0, os.SEEK_END)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows since the last call; none while there is no file.
+
+        Raises:
+            ValueError: a line is no JSON.
+        """
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:  # opened anew: NFS checks then what another host has written
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{self._path} has a line that is no JSON: {error}; remove that line") from None
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut off a last line that a crash left without an end; return the size of the file in bytes."""
+    if not path.is_file():  # not there yet, or a device
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - 2**20))
+        return file.truncate(start + file.read().rfind(b"\n") + 1)
+
+
+def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """Yield the row of each step with the columns of the actors, of whose lines for a step the last counts.
+
+    Raises:
+        ValueError: a line is no JSON.
+    """
+    of_actors = {row["step"]: row for row in Rows(folder.actors).read()}
+    for row in Rows(folder.metrics).read():
+        yield row | of_actors.get(row["step"], {})

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ from common.process import wall_time
 from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.errors import ExitStatus
-from launch.observe.history import History, Rows
+from launch.observe.metrics import Rows
 from launch.observe.status import (
     NUM_EVENTS,
     POLICY,
@@ -44,6 +44,9 @@ from launch.observe.status import (
 )
 from launch.observe.totals import ActorTotals, OverlapMeter, Rate, TrainedTotals, by_pool, lags_of
 from launch.pools import actor_pools
+
+if TYPE_CHECKING:
+    from launch.resume import History
 
 log = logging.getLogger(__name__)
 

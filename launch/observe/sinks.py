@@ -24,8 +24,7 @@ from common.process import wall_time
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
 from launch.host import NO_WANDB_LOGIN
-from launch.observe.history import cut_torn_line
-from launch.observe.metrics import METRICS, is_of_actors, labelled
+from launch.observe.metrics import METRICS, cut_torn_line, is_of_actors, labelled
 from launch.observe.status import Accuracy, ActorStatus, RunStatus
 from launch.run_folder import RunFolder
 

@@ -17,7 +17,7 @@ import msgspec
 
 from actors.report import ActorReport
 from common.process import wall_time
-from launch.observe.history import cut_torn_line
+from launch.observe.metrics import cut_torn_line
 from launch.observe.status import PollResult
 from launch.observe.totals import Fresh
 from launch.text import printable

@@ -18,7 +18,7 @@ from common.files import leftovers
 from common.process import uncollected
 from common.run import STARTUP_S, RunContext
 from launch.checks import Plan
-from launch.observe.history import Rows
+from launch.observe.metrics import Rows
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import stage_pools
 from launch.processes.placement import ON_GPU, PLACEMENT_S, PlacementGroup, spawn

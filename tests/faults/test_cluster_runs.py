@@ -12,7 +12,7 @@ import pytest
 
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
-from launch.observe.history import joined
+from launch.observe.metrics import joined
 from launch.observe.status import read_status
 from launch.run_folder import RunFolder
 from tests.faults import hosts as machines

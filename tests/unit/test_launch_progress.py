@@ -11,7 +11,7 @@ from actors.report import ActorReport, WeightUpdate
 from buffer.lengths import LengthFidelity
 from common.staleness import PolicyVersion
 from launch.config import Config
-from launch.observe.history import Rows, joined
+from launch.observe.metrics import Rows, joined
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy, PollResult

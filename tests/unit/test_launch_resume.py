@@ -13,11 +13,10 @@ import pytest
 from launch.cli import main
 from launch.config import ModelConfig, fixed_because, load_config
 from launch.errors import ConfigError, ExitStatus
-from launch.observe.history import History
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy, read_status
-from launch.resume import contents, identity_of, resume, wait_for_the_dead
+from launch.resume import History, contents, identity_of, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
 from tests.unit.made_up_run import context, plan, status
 

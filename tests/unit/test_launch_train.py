@@ -8,9 +8,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
-from launch.observe.history import History
 from launch.observe.status import Accuracy, PollResult, PoolStatus
 from launch.processes.role_process import RunFailed, WrongInput
+from launch.resume import History
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
 from planning.autoscale import Advice

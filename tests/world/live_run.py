@@ -21,7 +21,7 @@ from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
 from common.staleness import PolicyVersion
 from launch.errors import ExitStatus
-from launch.observe.history import joined
+from launch.observe.metrics import joined
 from launch.run_folder import RunFolder
 from tests.world.files import json_rows
 from weight_sync.store import WeightStore
