@@ -324,30 +324,27 @@ def top(
     """Show a live view of a run.
 
     It has rates, lags, waits, the ledger and the last events. Reads files only, so it also works after the run.
-    Keys: q quits, p pauses.
+    The key q quits.
     """
     from rich.console import Console
 
-    from launch.observe.display import show
     from launch.observe.status import StatusError, find_run, look
-    from launch.observe.view import View
+    from launch.observe.view import View, show
 
     console = Console(highlight=False, markup=False)
     folder = find_run(run)
     seen = look(folder)
-    if once or not console.is_terminal or console.is_dumb_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal or not sys.stdin.isatty():
         console.print(View(seen.status, seen.now_s, gone=seen.gone, note=seen.resuming), end="")
         return ExitStatus.OK
 
-    def view(is_paused: bool) -> View:
+    def view() -> View:
         nonlocal seen
-        note = "paused"
-        if not is_paused:
-            try:
-                seen = look(folder)
-                note = seen.resuming
-            except StatusError:  # the folder is being removed, say; what was seen stays
-                note = "cannot be read any more"
+        try:
+            seen = look(folder)
+            note = seen.resuming
+        except StatusError:  # the folder is being removed, say; what was seen stays
+            note = "cannot be read any more"
         return View(seen.status, seen.now_s, gone=seen.gone, note=note)
 
     with suppress(KeyboardInterrupt):

@@ -35,12 +35,12 @@ from launch.control import Control
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
 from launch.host import configure_logging, ourselves, private_files
 from launch.model_folder import fetch_model
-from launch.observe.display import Display
 from launch.observe.observer import Observer
 from launch.observe.sinks import Exporter, Tracker, check_wandb
 from launch.observe.status import Accuracy, PollResult
 from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
+from launch.observe.view import Display
 from launch.offline import fill_buffer
 from launch.processes.evaluation import Evaluation, accuracy_of
 from launch.processes.ray_cluster import leave, was_abandoned

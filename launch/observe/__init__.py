@@ -6,6 +6,5 @@ tripwires   Tripwires: weights or rewards that go wrong, told once and acted on
 trace       Trace: who did what and when, as a trace that Perfetto opens
 metrics     the registry of metrics; Rows: metrics.jsonl as it grows
 sinks       actors.jsonl, events.jsonl, Weights & Biases, Prometheus
-view        View: the status, fitted into any width and height
-display     what a terminal shows: of the command that trains, and of `leeway top`
+view        what a terminal shows: View, the status in any width and height; Display, of the launcher
 """

@@ -1,18 +1,29 @@
-"""View: a run on a terminal of any size, and in a sentence."""
+"""What a terminal shows of a run: a sentence, the view of `leeway top`, and the display of the launcher."""
 
 from __future__ import annotations
 
+import logging
+import os
+import select
+import signal
 import sys
+import termios
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import tty
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.text import Text
 
 from buffer.ledger import COUNTS
-from launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunEvent, RunStatus
-from launch.text import duration, number, share_of, shortened
+from launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunEvent, RunStatus
+from launch.run_folder import RunFolder
+from launch.text import duration, number, printable, share_of, shortened
+
+log = logging.getLogger(__name__)
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Colours of the pools in their order; they repeat after the last."""
@@ -26,6 +37,13 @@ OUTSIDE = ("duplicates", "late", "quarantined")
 TRAINING = "training"
 """The phase in which steps are taken."""
 NUM_WAITS, NUM_REASONS, MAX_REASON = 3, 3, 60
+PLAIN_INTERVAL_S = 5.0
+"""Seconds between lines of a display that is not on a terminal."""
+QUIET_S = 15.0
+"""Seconds after which such a display prints a line although nothing is new, with the reason."""
+REFRESH_S = 0.5
+QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04", b"")
+"""Also Ctrl-C and Ctrl-D if they arrive as characters, and the end of a terminal that is closed."""
 
 
 # --- a run in a sentence ------------------------------------------------------------------------------
@@ -75,7 +93,7 @@ class Pane(NamedTuple):
 
     name: str
     rows: Sequence[Text]
-    least: int = 1
+    least: int = 2
     """Rows that it keeps if the screen is small."""
 
     def lines(self, width: int, height: int) -> list[Text]:
@@ -91,31 +109,69 @@ class Pane(NamedTuple):
         return [_cut(row, width) for row in rows]
 
 
-def lag_bars(status: RunStatus, width: int, *, ascii_only: bool = False) -> list[Text]:
-    """Return bars of the share of trained tokens by lag, up to the bound or the greatest; neighbours may share one."""
-    lags, pools = status.lags, sorted(status.lags)
-    total = sum(sum(counts.values()) for counts in lags.values())
-    if not total:
-        return []
-    bound = status.max_lag if isinstance(status.max_lag, int) else None
-    num_lags = 1 + max(bound or 0, *(lag for counts in lags.values() for lag in counts))
-    step = -(-num_lags // MAX_LAG_ROWS)
-    block, mark = ("#", "< bound") if ascii_only else ("█", MARK)
-    sums = [
-        {pool: sum(lags[pool].get(lag, 0) for lag in range(first, first + step)) for pool in pools}
-        for first in range(0, num_lags, step)
-    ]
-    scale = max(1, width - 17 - len(mark)) / max(sum(each.values()) for each in sums)
-    bars = []
-    for first, counts in zip(range(0, num_lags, step), sums, strict=True):
-        name = str(first) if step == 1 else f"{first}-{first + step - 1}"
-        bar = Text(f"{name:>7} {sum(counts.values()) / total:>6.1%}  ")
-        for pool in pools:
-            bar.append(block * round(counts[pool] * scale), style=_pool_style(pools, pool))
-        if bound is not None and first <= bound < first + step:
-            bar.append(f" {mark}", style="bold")
-        bars.append(bar)
-    return bars
+class View:
+    """A rich renderable that fits any screen: panes that have no room for all their rows say so."""
+
+    def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
+        """`gone` says why the command is thought gone, or is empty; `note` stands beside the name of the run."""
+        self._status, self._gone, self._note = status, gone, note
+        # a run that is over does not change any more
+        self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, sys.maxsize
+        if console.is_terminal:
+            height = options.height or max(1, console.height - 1)
+        panes = [pane for pane in self._panes(width, console) if pane.rows]
+        lines = [_cut(row, width) for row in self._head(width)[: min(max(2, height // 3), height)]]
+        yield Text("\n", no_wrap=True, end="").join([*lines, *_fitted(panes, width, height - len(lines))])
+
+    def _head(self, width: int) -> list[Text]:
+        status, ended = self._status, self._status.ended
+        if ended is not None:
+            state, style = ended.text, "green" if ended.exit_status == 0 else "red"
+        else:
+            state = self._gone or f"{status.phase}, for {duration(self._now_s - status.phase_since_s)}"
+            style = "red" if self._gone else "green"
+        first = Text.assemble((status.run, "bold"), "  ", duration(self._now_s - status.started_s), "  ")
+        if self._note:
+            first.append(f"[{self._note}]", style="reverse").append("  ")
+        done = round(30 * min(1.0, status.step / max(1, status.num_steps)))
+        words = f"step {status.step}/{status.num_steps}  version {status.version}"
+        published = f", published {status.published}" if status.published else ""
+        progress = Text.assemble(words, published, "  ", ("━" * done, "green"), ("━" * (30 - done), "dim"))
+        return [first.append(state, style=style), progress, *_packed(_figures(status), width)]
+
+    def _panes(self, width: int, console: Console) -> Iterator[Pane]:
+        status = self._status
+        room = max(8, width - NAME_WIDTH * (width >= NARROW))
+
+        def wrapped(sentences: Iterable[str], style: str = "") -> list[Text]:
+            return [row for each in sentences for row in Text(each, style).wrap(console, room)]
+
+        idle = [] if status.ended else [Text("no process waits", style="dim")]
+        yield Pane("wrong", wrapped(status.tripped, "red"))
+        yield Pane("pools", list(_pools(status)))
+        yield Pane("actors", list(_processes(status.actors, self._now_s)))
+        yield Pane("stages", list(_processes(status.stages, self._now_s)))
+        yield Pane("services", list(_processes(status.services, self._now_s)), least=1)
+        yield Pane("buffer", list(_buffer(status, room)))
+        yield Pane("lag", lag_bars(status, room), least=MAX_LAG_ROWS)
+        yield Pane("waits", wrapped(status.waits) or idle)
+        yield Pane("events", list(map(_event, status.events)), least=1)
+
+
+def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
+    """Return the panes under each other: as they are if they fit, else each with at least some of its rows."""
+    for name in DROPPED_FIRST:
+        if sum(min(pane.least, len(pane.rows)) for pane in panes) > height:
+            panes = [pane for pane in panes if pane.name != name]
+    heights = [len(pane.rows) for pane in panes]
+    least = [min(pane.least, len(pane.rows)) for pane in panes]
+    while sum(heights) > height:
+        longest = max(range(len(panes)), key=lambda place: (heights[place] > least[place], heights[place]))
+        heights[longest] -= 1
+    return [line for pane, rows in zip(panes, heights, strict=True) for line in pane.lines(width, rows)]
 
 
 def _cut(row: Text, width: int) -> Text:
@@ -124,10 +180,6 @@ def _cut(row: Text, width: int) -> Text:
         row.plain = "".join(char if char.isprintable() else " " for char in row.plain)
     row.truncate(width, overflow="ellipsis")
     return row
-
-
-def _pool_style(pools: Sequence[str], pool: str) -> str:
-    return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
 
 
 def _packed(parts: Iterable[str], width: int) -> list[Text]:
@@ -139,23 +191,6 @@ def _packed(parts: Iterable[str], width: int) -> list[Text]:
         else:
             lines.append(part)
     return list(map(Text, lines))
-
-
-def _head(status: RunStatus, now_s: float, gone: str, note: str, width: int) -> list[Text]:
-    ended = status.ended
-    if ended is not None:
-        state, style = ended.text, "green" if ended.exit_status == 0 else "red"
-    else:
-        state = gone or f"{status.phase}, for {duration(now_s - status.phase_since_s)}"
-        style = "red" if gone else "green"
-    first = Text.assemble((status.run, "bold"), "  ", duration(now_s - status.started_s), "  ")
-    if note:
-        first.append(f"[{note}]", style="reverse").append("  ")
-    done = round(30 * min(1.0, status.step / max(1, status.num_steps)))
-    words = f"step {status.step}/{status.num_steps}  version {status.version}"
-    published = f", published {status.published}" if status.published else ""
-    progress = Text.assemble(words, published, "  ", ("━" * done, "green"), ("━" * (30 - done), "dim"))
-    return [first.append(state, style=style), progress, *_packed(_figures(status), width)]
 
 
 def _figures(status: RunStatus) -> Iterator[str]:
@@ -175,6 +210,10 @@ def _figures(status: RunStatus) -> Iterator[str]:
         yield f"learner restarts {status.learner.restarts}"
 
 
+def _pool_style(pools: Sequence[str], pool: str) -> str:
+    return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
+
+
 def _pools(status: RunStatus) -> Iterator[Text]:
     width, names = max((len(pool.name) for pool in status.pools), default=0), sorted(status.lags)
     for pool in status.pools:
@@ -182,18 +221,24 @@ def _pools(status: RunStatus) -> Iterator[Text]:
             (f"{pool.name:<{width}}  ", f"bold {_pool_style(names, pool.name)}"),
             (f"{pool.working}/{pool.wanted} work", "yellow" if pool.working < pool.wanted else ""),
             f"  {pool.tokens_per_s:>5,.0f} tokens/s  {pool.running:>4} running  lag {number(pool.lag_mean)}"
-            f"  mismatch {number(pool.mismatch_lag0_abs)}  {'  '.join(filter(None, _engines(pool)))}",
+            f"  mismatch {number(pool.mismatch_lag0_abs)}  {'  '.join(_engines(pool))}",
         )
 
 
 def _engines(pool: PoolStatus) -> Iterator[str]:
     engines = pool.engines
-    yield "" if engines.slots_used is None else f"{engines.slots_used:.0%} of {engines.slots} slots"
-    yield "" if engines.step_s is None else f"step {1e3 * engines.step_s:.1f} ms"
-    yield f"cache {engines.kv_usage:.0%}" if engines.kv_usage else ""
-    yield f"{engines.preempted} preempted" if engines.preempted else ""
-    yield f"{engines.tokens_lost} tokens lost" if engines.tokens_lost else ""
-    yield f"hands on at {engines.hand_on_at} tokens" if engines.hand_on_at else ""
+    if engines.slots_used is not None:
+        yield f"{engines.slots_used:.0%} of {engines.slots} slots"
+    if engines.step_s is not None:
+        yield f"step {1e3 * engines.step_s:.1f} ms"
+    if engines.kv_usage:
+        yield f"cache {engines.kv_usage:.0%}"
+    if engines.preempted:
+        yield f"{engines.preempted} preempted"
+    if engines.tokens_lost:
+        yield f"{engines.tokens_lost} tokens lost"
+    if engines.hand_on_at:
+        yield f"hands on at {engines.hand_on_at} tokens"
 
 
 def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:
@@ -237,42 +282,30 @@ def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
         yield Text(f"{count} refused: nonsense from {sender}")
 
 
-class View:
-    """A rich renderable that fits any screen: panes that have no room for all their rows say so."""
-
-    def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
-        """`gone` says why the command is thought gone, or is empty; `note` stands beside the name of the run."""
-        self._status, self._gone, self._note = status, gone, note
-        # a run that is over does not change any more
-        self._now_s = status.ended.at_s if status.ended is not None else status.written_s if gone else now_s
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, height = options.max_width, sys.maxsize
-        if console.is_terminal:
-            height = options.height or max(1, console.height - 1)
-        panes = [pane for pane in self._panes(width, console, ascii_only=options.ascii_only) if pane.rows]
-        head = _head(self._status, self._now_s, self._gone, self._note, width)
-        lines = [_cut(row, width) for row in head[: min(max(2, height // 3), height)]]
-        yield Text("\n", no_wrap=True, end="").join([*lines, *_fitted(panes, width, height - len(lines))])
-
-    def _panes(self, width: int, console: Console, *, ascii_only: bool) -> Iterator[Pane]:
-        status, now_s = self._status, self._now_s
-        room = max(8, width - NAME_WIDTH * (width >= NARROW))
-
-        def wrapped(sentences: Iterable[str], style: str = "") -> list[Text]:
-            return [row for each in sentences for row in Text(each, style).wrap(console, room)]
-
-        idle = [] if status.ended else [Text("no process waits", style="dim")]
-        bars = lag_bars(status, room, ascii_only=ascii_only)
-        yield Pane("wrong", wrapped(status.tripped, "red"), least=2)
-        yield Pane("pools", list(_pools(status)), least=2)
-        yield Pane("actors", list(_processes(status.actors, now_s)), least=2)
-        yield Pane("stages", list(_processes(status.stages, now_s)), least=2)
-        yield Pane("services", list(_processes(status.services, now_s)))
-        yield Pane("buffer", list(_buffer(status, room)), least=2)
-        yield Pane("lag", bars, least=MAX_LAG_ROWS)
-        yield Pane("waits", wrapped(status.waits) or idle, least=2)
-        yield Pane("events", list(map(_event, status.events)))
+def lag_bars(status: RunStatus, width: int) -> list[Text]:
+    """Return bars of the share of trained tokens by lag, up to the bound or the greatest; neighbours may share one."""
+    lags, pools = status.lags, sorted(status.lags)
+    total = sum(sum(counts.values()) for counts in lags.values())
+    if not total:
+        return []
+    bound = status.max_lag if isinstance(status.max_lag, int) else None
+    num_lags = 1 + max(bound or 0, *(lag for counts in lags.values() for lag in counts))
+    step = -(-num_lags // MAX_LAG_ROWS)
+    sums = {
+        first: {pool: sum(lags[pool].get(lag, 0) for lag in range(first, first + step)) for pool in pools}
+        for first in range(0, num_lags, step)
+    }
+    scale = max(1, width - 17 - len(MARK)) / max(sum(each.values()) for each in sums.values())
+    bars = []
+    for first, counts in sums.items():
+        name = str(first) if step == 1 else f"{first}-{first + step - 1}"
+        bar = Text(f"{name:>7} {sum(counts.values()) / total:>6.1%}  ")
+        for pool in pools:
+            bar.append("█" * round(counts[pool] * scale), style=_pool_style(pools, pool))
+        if bound is not None and first <= bound < first + step:
+            bar.append(f" {MARK}", style="bold")
+        bars.append(bar)
+    return bars
 
 
 def _event(event: RunEvent) -> Text:
@@ -280,14 +313,147 @@ def _event(event: RunEvent) -> Text:
     return Text.assemble((at, "dim"), f" {event.text}")
 
 
-def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
-    """Return the panes under each other: as they are if they fit, else each with at least some of its rows."""
-    for name in DROPPED_FIRST:
-        if sum(min(pane.least, len(pane.rows)) for pane in panes) > height:
-            panes = [pane for pane in panes if pane.name != name]
-    heights = [len(pane.rows) for pane in panes]
-    least = [min(pane.least, len(pane.rows)) for pane in panes]
-    while sum(heights) > height:
-        longest = max(range(len(panes)), key=lambda place: (heights[place] > least[place], heights[place]))
-        heights[longest] -= 1
-    return [line for pane, rows in zip(panes, heights, strict=True) for line in pane.lines(width, rows)]
+# --- leeway top ---------------------------------------------------------------------------------------
+
+
+def show(view: Callable[[], View], console: Console) -> None:
+    """Show a view on a terminal, anew twice a second, until a key ends it; put the terminal back however it ends."""
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda number, frame: sys.exit(128 + number))
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+    try:
+        tty.setcbreak(stdin)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(view(), refresh=True)
+                if select.select([stdin], [], [], REFRESH_S)[0] and os.read(stdin, 1) in QUIT_KEYS:
+                    return
+    finally:
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+
+# --- the launcher's own terminal ------------------------------------------------------------------------
+
+
+class LossyStream:
+    """A standard stream that may be closed during the run: from then on what is written is dropped, and nothing raises.
+
+    Every write is flushed. Everything else is the stream's own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.is_lost = False
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- of any kind
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            if not self.is_lost:
+                self._stream.write(text)
+                self._stream.flush()
+        except OSError as error:
+            self.is_lost = True
+            log.warning("the output of the command can no longer be written (%s); the run goes on", error)
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        self.write("")
+
+    def _drop(self) -> None:
+        """Put /dev/null in its place, also of other standard streams that lead there: Python flushes them last."""
+        with suppress(OSError), open(os.devnull, "wb", 0) as nowhere:  # a test's own has no descriptor
+            lost = self._stream.fileno()
+            standard = [each.fileno() for each in (sys.__stdout__, sys.__stderr__) if each is not None]
+            for descriptor in {lost, *(each for each in standard if os.path.sameopenfile(each, lost))}:
+                os.dup2(nowhere.fileno(), descriptor)
+
+
+class Display:
+    """A live view on a terminal, else a line every few seconds. Never raises because of a narrow or a lost screen."""
+
+    def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Show nothing yet. `clock` is monotonic seconds."""
+        self._folder, self._clock = folder, clock
+        self._stdout = LossyStream(sys.stdout)
+        self._console = Console(file=cast(TextIO, self._stdout), highlight=False, markup=False)
+        self._live: Live | None = None
+        self._last_line_s = clock()
+        self._last_step = 0
+        self._failures = ""
+
+    def __enter__(self) -> Display:
+        self.say(f"run {self._folder.root}")
+        if sys.stdout.isatty() and not self._console.is_dumb_terminal:
+            self._live = Live(Text(""), console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def say(self, text: str) -> None:
+        """Print what the run does now, or what happened."""
+        if not self._stdout.is_lost:
+            self._console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
+
+    def update(self, status: RunStatus) -> None:
+        """Show the newest figures. Any thread may call it."""
+        if status.buffer is not None:
+            self._failures = failures(status.buffer.ledger, status.buffer.failed_by_reason)
+        live = self._live
+        if self._stdout.is_lost:
+            self.__exit__()
+        elif live is not None:
+            live.update(View(status, status.written_s))
+        else:
+            self._print_line(status)
+
+    def _print_line(self, status: RunStatus) -> None:
+        """Print what the learner waits for while steps come, and everything that waits while none comes."""
+        is_new_step, is_training = status.step != self._last_step, status.phase == TRAINING
+        is_stuck = bool(status.waits) and is_training
+        quiet_s = PLAIN_INTERVAL_S if is_new_step or is_stuck or status.tripped else QUIET_S
+        if self._clock() - self._last_line_s < quiet_s:
+            return
+        self._last_line_s, self._last_step = self._clock(), status.step
+        if is_new_step:
+            self.say(line(status, num_waits=1 if status.learner.waits_for else 0))
+        else:
+            is_computing = is_training and not status.learner.waits_for
+            self.say(line(status) + (f"; the learner computes step {status.step + 1}" if is_computing else ""))
+
+    def last_line(self, text: str) -> None:
+        """Print a line after everything is over."""
+        self.__exit__()
+        self.say(text)
+
+    def fail(self, text: str) -> None:
+        """Print why the run ends here; samples that failed may be a part of it."""
+        self.__exit__()
+        if self._failures:
+            self.say(self._failures)
+        print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)))
+
+    def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
+        """Print the result of a run."""
+        self.__exit__()
+        if after is not None:
+            of = [
+                f"{which} {number(getattr(before, which, None))} -> {number(getattr(after, which))}"
+                for which in ("greedy", "sampled")
+            ]
+            self.say(f"held-out accuracy over {after.num_problems} problems: {', '.join(of)}")
+        self.say(
+            f"{summary['trained_trajectories']} trajectories in {summary['num_steps']} steps; "
+            f"lag mean {number(summary['lag_mean'])}, max {summary['lag_max']} of {summary['max_lag']}; "
+            f"generating during {number(summary['overlap_frac'])} of step time; ledger gap {summary['ledger_gap']}"
+        )
+        if failed := failures(summary["ledger"], summary["failed_by_reason"]):
+            self.say(failed)
+        self.say(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")

@@ -13,7 +13,6 @@ LOOKING = (
     "launch.observe.trace",
     "launch.observe.status",
     "launch.text",
-    "launch.observe.display",
     "launch.observe.view",
     "launch.buffer_cli",
 )

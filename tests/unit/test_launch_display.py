@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from launch.observe import display as display_module
-from launch.observe.display import QUIET_S, Display
+from launch.observe import view
 from launch.observe.status import Accuracy, read_status
+from launch.observe.view import QUIET_S, Display
 from launch.text import share_of
 from tests.unit.test_launch_top import RECORDED
 
@@ -138,7 +138,7 @@ def closed_terminal() -> int:
 @pytest.mark.parametrize("lost", [closed_pipe, closed_terminal])
 def test_a_screen_that_goes_away_ends_the_display_and_not_the_run(tmp_path, monkeypatch, caplog, lost, wish):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(display_module, "PLAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(view, "PLAIN_INTERVAL_S", 0.01)
     monkeypatch.setenv("TERM", "xterm")
     with open(lost(), "w") as screen, open(os.dup(screen.fileno()), "w") as errors:
         screen.isatty = lambda: wish == "live"
