@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from buffer.lengths import bounds_of
 from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
 from launch.observe.trace import Event
 from launch.observe.view import commonest
 from launch.report.data import Point, RunData, thinned
-from launch.report.samples import length_label
 from launch.text import shortened
 
 DASH = "\N{EN DASH}"
@@ -143,7 +143,7 @@ def bars(chart: Chart, labels: Sequence[str], sets: Mapping[str, Sequence[float]
 
 def pools_of(run: RunData) -> list[str]:
     """Return the names of the pools that have metrics."""
-    return sorted({labelled(name)[2] for name in run.metrics.series if name.startswith(POOL_PREFIX)})
+    return sorted({labelled(name)[2] for name in run.metrics.columns if name.startswith(POOL_PREFIX)})
 
 
 def _metrics(run: RunData, chart: Chart) -> Figure | None:
@@ -157,7 +157,7 @@ def _metrics(run: RunData, chart: Chart) -> Figure | None:
 
 
 def _reward(run: RunData, chart: Chart) -> Figure:
-    parts = {labelled(name)[2]: run.metrics.of(name) for name in run.metrics.series if name.startswith(PART_PREFIX)}
+    parts = {labelled(name)[2]: run.metrics.of(name) for name in run.metrics.columns if name.startswith(PART_PREFIX)}
     return lines(run, chart, {"sum" if parts else "reward": run.metrics.of("reward/mean"), **parts})
 
 
@@ -195,12 +195,18 @@ def _lengths(run: RunData, chart: Chart) -> Figure:
     if buffer is None or not any(buffer.generated):
         return Figure(chart)
     used = [i for i, shares in enumerate(zip(buffer.generated, buffer.trained, strict=True)) if any(shares)]
+    labels = {i: _length(i) for i in range(used[0], used[-1] + 1)}
     # a bucket that holds no whole number is no length
-    buckets = [i for i in range(used[0], used[-1] + 1) if i in used or not length_label(i).startswith("0")]
+    buckets = [i for i, label in labels.items() if i in used or not label.startswith("0")]
     both = {"trained": buffer.trained, "generated": buffer.generated}
     note = f"Distance {buffer.ks:.3f} (Kolmogorov-Smirnov); the last few thousand completions."
     sets = {name: [shares[i] for i in buckets] for name, shares in both.items()}
-    return bars(chart, [length_label(i) for i in buckets], sets, note)
+    return bars(chart, [labels[i] for i in buckets], sets, note)
+
+
+def _length(bucket: int) -> str:
+    low, high = bounds_of(bucket)
+    return str(low) if high <= low else f"{low}-{high}"
 
 
 def _steps(run: RunData, chart: Chart) -> Figure:

@@ -1,30 +1,36 @@
-"""RunData: all that the report knows of one run, and the curves of metrics.jsonl."""
+"""RunData: all that the report knows of one run. Metrics: its curves; BufferData: its samples and distributions."""
 
 from __future__ import annotations
 
 import math
+import random
+import time
 import tomllib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from buffer.errors import BufferError
+from common.staleness import PolicyVersion
 from launch.observe import trace
 from launch.observe.status import Accuracy, RunStatus, StatusError, StatusView, look
-from launch.report.samples import BufferData, read_buffer
 from launch.run_folder import RunFolder
+from launch.text import TextOf, number, printable
+
+if TYPE_CHECKING:
+    from buffer.offline.inspect import Inspection
 
 Point = tuple[float, float]
 FIRST_EVENTS, LAST_EVENTS = 60, 240
 """Events on the page of a run with more of them."""
 BUFFER_LIMIT_S = 12.0
 """Seconds for reading the buffer, which may hold millions of groups."""
-MAX_EVENT_TEXT = 1200
-"""Characters of an event on the page."""
+MAX_EVENT_TEXT, MAX_TEXT = 1200, 4000
+"""Characters of an event on the page, and of a prompt or a completion."""
 STEPS_SHOWN, MAX_LANES = 10, 16
 """Steps that the timeline shows span by span, and its actors."""
 MAX_BUCKETS = 300
@@ -83,42 +89,6 @@ class Timeline:
         return steps[first].start_s, steps[last].start_s if last > first + 1 else steps[-1].end_s
 
 
-class Series:
-    """A metric over the steps, 16 bytes each."""
-
-    def __init__(self) -> None:
-        self._x, self._y = array("d"), array("d")
-
-    def add(self, x: float, y: float) -> None:
-        self._x.append(x)
-        self._y.append(y)
-
-    def __len__(self) -> int:
-        return len(self._x)
-
-    def __iter__(self) -> Iterator[Point]:
-        return zip(self._x, self._y, strict=True)
-
-    @property
-    def points(self) -> list[Point]:
-        """Up to 2 * MAX_BUCKETS points, in order of x."""
-        return thinned(list(self))
-
-    @property
-    def total(self) -> float:
-        return math.fsum(self._y)
-
-    @property
-    def mean(self) -> float | None:
-        """Mean of all points; None without one."""
-        return self.total / len(self._y) if self._y else None
-
-    def ends(self, share: float = 0.1) -> tuple[Sequence[float], Sequence[float]]:
-        """Return the first and the last values, this share of all of them."""
-        num = max(1, int(share * len(self._y)))
-        return self._y[:num], self._y[-num:]
-
-
 def thinned(points: Sequence[Point]) -> list[Point]:
     """Return the least and the greatest point of each of MAX_BUCKETS buckets of neighbours, so that spikes stay."""
     width = max(1, math.ceil(len(points) / MAX_BUCKETS))
@@ -133,34 +103,49 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 @dataclass
 class Metrics:
-    """The rows of metrics.jsonl, by metric."""
+    """The rows of the steps by metric: 8 bytes for each value, and NaN for what a step has no value of."""
 
-    series: dict[str, Series] = field(default_factory=dict)
-    num_steps: int = 0
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    columns: dict[str, array[float]] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the last step."""
+        return int(self.steps[-1]) if self.steps else 0
 
     def take_in(self, row: Mapping[str, Any]) -> None:
         """Add the row of a step."""
-        self.num_steps = step = row["step"]
         for name, value in row.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if is_number:
-                self.series.setdefault(name, Series()).add(step, value)
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                column = self.columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (len(self.steps) - len(column)))
+                column.append(value)
+        self.steps.append(row["step"])
+
+    def points(self, name: str) -> list[Point]:
+        """Return every (step, value) of a metric."""
+        pairs = zip(self.steps, self.columns.get(name, ()), strict=False)  # a column may end early
+        return [(step, value) for step, value in pairs if not math.isnan(value)]
 
     def of(self, name: str) -> list[Point]:
         """Return a curve; empty if the run has no values of it."""
-        return self.series[name].points if name in self.series else []
+        return thinned(self.points(name))
 
     def percent(self, name: str, whole: str) -> list[Point]:
         """Return one metric as a share of another, in percent; empty if the run lacks one of them."""
-        wholes = dict(self.series.get(whole, ()))
-        return thinned([(x, 100 * y / wholes[x]) for x, y in self.series.get(name, ()) if wholes.get(x)])
+        wholes = dict(self.points(whole))
+        return thinned([(x, 100 * y / wholes[x]) for x, y in self.points(name) if wholes.get(x)])
+
+    def values(self, name: str) -> list[float]:
+        return [value for _, value in self.points(name)]
 
     def mean(self, name: str) -> float | None:
         """Return the mean over all steps; None without a value."""
-        return self.series[name].mean if name in self.series else None
+        values = self.values(name)
+        return math.fsum(values) / len(values) if values else None
 
     def total(self, name: str) -> float:
-        return self.series[name].total if name in self.series else 0.0
+        return math.fsum(self.values(name))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -168,6 +153,109 @@ class Metrics:
         seconds = {name: self.total(f"time/{name}") for name in TIMES}
         in_steps = math.fsum(seconds.values()) - seconds["wait_for_batch"]
         return {**seconds, "other": max(0.0, self.total("time/step") - in_steps)}
+
+
+class ShownSample(NamedTuple):
+    """A sample of the buffer, as text."""
+
+    kind: str
+    reward: float
+    prompt: str | None
+    """None if the run has no tokenizer, as the completion."""
+    completion: str | None
+    facts: Sequence[str]
+
+
+@dataclass
+class BufferData:
+    """What the buffer of a run holds."""
+
+    num_groups: int
+    ledger: dict[str, int]
+    generated: list[float]
+    """Share of each bucket of `buffer.lengths` in the last few thousand completions, and below in those trained."""
+    trained: list[float]
+    ks: float
+    """Kolmogorov-Smirnov distance of the two."""
+    num_looked_at: int = 0
+    """Groups that were read before the time was over."""
+    samples: list[ShownSample] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+
+def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> BufferData:
+    """Read the buffer of a run for up to `limit_s`; show the samples of the best and worst reward, and a random one.
+
+    Raises:
+        BufferError: there is none, or it cannot be read.
+        OSError: likewise.
+    """
+    from buffer.offline.inspect import Inspection
+
+    deadline, pick, num_rated = clock() + limit_s, random.Random(0), 0
+    best, worst, other = (-math.inf, 0, 0), (math.inf, 0, 0), (0.0, 0, 0)  # reward, group, sample
+    with Inspection.open(root) as inspection:
+        totals, state = inspection.totals(), inspection.state()
+        generated, trained = state.fidelity.generated.shares(), state.fidelity.trained.shares()
+        data = BufferData(totals.num_groups, totals.ledger, generated, trained, state.length_fidelity.ks)
+        for group in inspection.groups():
+            data.num_looked_at += 1
+            row = group.row
+            of_samples = enumerate(zip(row.rewards, row.records, row.completion_lengths, strict=True))
+            rated = [
+                (reward, row.group_id, index)
+                for index, (reward, record, length) in of_samples
+                if reward is not None and record >= 0 and length
+            ]
+            if rated:  # of equal ones the newest
+                num_rated += 1
+                best, worst = max(best, *rated), min(worst, *rated, key=lambda each: (each[0], -each[1]))
+                other = pick.choice(rated) if pick.random() * num_rated < 1 else other
+            if clock() > deadline:
+                break
+        if num_rated:
+            decode = TextOf(inspection.folder)
+            kinds = {best: "best reward", worst: "worst reward", other: "random"}
+            data.samples = [
+                shown
+                for (_, group_id, index), kind in kinds.items()
+                if (shown := _shown(inspection, group_id, index, kind, decode)) is not None
+            ]
+        data.damaged = list(dict.fromkeys(inspection.damaged))
+    return data
+
+
+def _shown(inspection: Inspection, group_id: int, index: int, kind: str, decode: TextOf) -> ShownSample | None:
+    """Return a sample; None if its group was evicted since, or is damaged."""
+    from buffer.offline.inspect import joined
+
+    group = inspection.group(group_id)
+    stored = [each for each in group.samples if each.sample_index == index] if group is not None else []
+    if group is None or not stored:
+        return None
+    (row,) = joined(stored).to_pylist()
+    state, uses = group.row.sample_states[index], group.row.trained_at
+    versions = [str(PolicyVersion(each["incarnation"], each["version"])) for each in row["spans"]]
+    facts = [
+        f"{row['actor']}, version {' to '.join(dict.fromkeys((versions[0], versions[-1])))}",
+        f"{len(row['logprobs'])} tokens, {row['finish_reason']}",
+        f"{state}, record {stored[0].record_id}, group {group_id}, prompt {row['prompt_id']}",
+    ]
+    if state == "trained" and uses and group.oldest_version is not None:
+        facts.append(f"lag {uses[-1].version - group.oldest_version} at step {uses[-1].step}")
+    if len(row["reward_parts"]) > 1:
+        facts.append(", ".join(f"{part['name']} {number(part['value'])}" for part in row["reward_parts"]))
+    tokens, num_prompt = row["token_ids"], row["prompt_length"]
+    prompt, completion = (_text(decode(each)) for each in (tokens[:num_prompt], tokens[num_prompt:]))
+    return ShownSample(kind, row["reward"], prompt, completion, list(map(printable, facts)))
+
+
+def _text(text: str | None) -> str | None:
+    """Return a text with its lines kept, and everything else that does not print escaped."""
+    if text is None:
+        return None
+    shown = "\n".join(printable(line.replace("\t", "    ")) for line in text[:MAX_TEXT].split("\n"))
+    return shown + (f"\n... and {len(text) - MAX_TEXT} more characters" if len(text) > MAX_TEXT else "")
 
 
 @dataclass

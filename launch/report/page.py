@@ -44,7 +44,7 @@ POOL_COLUMNS = {
 def render(run: RunData) -> str:
     """Return the page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"clock": _clock, "number": _three_digits, "printable": printable}
+    environment.filters |= {"clock": _clock, "number": _three_digits}
     charts = figures(run)
     drawn = [each for each in charts if each.plot is not None]
     plots = json.dumps([each.plot for each in drawn], separators=(",", ":"), allow_nan=False)
@@ -113,10 +113,10 @@ def _percent(share: float | None) -> str:
 
 
 def _learning(run: RunData) -> str:
-    series = run.metrics.series.get("reward/mean")
-    if series is None or len(series) < FEW_STEPS:
+    rewards = run.metrics.values("reward/mean")
+    if len(rewards) < FEW_STEPS:
         return "Not known yet: the run has taken too few steps."
-    first, last = series.ends(0.25)
+    first, last = _ends(rewards, 0.25)
     gain = fmean(last) - fmean(first)
     noise = 2 * sqrt(variance(first) / len(first) + variance(last) / len(last))
     if abs(gain) <= noise:
@@ -242,11 +242,17 @@ def _accuracy_tile(run: RunData, which: str) -> Tile:
 
 
 def _reward_tile(run: RunData) -> Tile:
-    series = run.metrics.series.get("reward/mean")
-    if series is None:
+    rewards = run.metrics.values("reward/mean")
+    if not rewards:
         return Tile("learning", "Reward", DASH, "no step")
-    first, last = map(fmean, series.ends())
+    first, last = map(fmean, _ends(rewards, 0.1))
     return Tile("learning", "Reward", f"{first:.3f} → {last:.3f}", "mean of the first and the last tenth of steps")
+
+
+def _ends(values: Sequence[float], share: float) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the first and the last values, this share of all of them."""
+    num = max(1, int(share * len(values)))
+    return values[:num], values[-num:]
 
 
 def _percents(run: RunData) -> dict[str, float]:

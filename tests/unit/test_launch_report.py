@@ -18,9 +18,8 @@ from launch.mistakes import models_of
 from launch.observe.metrics import METRICS
 from launch.observe.status import read_status, write_status
 from launch.report.charts import CHARTS, figures, lines, short
-from launch.report.data import MAX_BUCKETS, RunData, Series, collect
+from launch.report.data import MAX_BUCKETS, Metrics, RunData, collect, read_buffer, thinned
 from launch.report.page import Question, render
-from launch.report.samples import read_buffer
 from launch.run_folder import RunFolder
 from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
 
@@ -83,18 +82,15 @@ def plots_of(page):
     return json.loads(re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, flags=re.S)[1])
 
 
-def test_samples_are_shown_with_their_text_reward_versions_and_lag(whole, page):
-    buffer = read_buffer(whole.root, 10.0)
-    kinds = [each.kind for each in buffer.trajectories]
-    assert kinds[:2] == ["best reward", "worst reward"]
-    assert len({(each.group_id, each.sample_index) for each in buffer.trajectories}) == len(kinds) >= 5
-    best = buffer.trajectories[0]
-    assert best.row["reward"] == max(each.row["reward"] for each in buffer.trajectories)
+def test_the_best_the_worst_and_a_random_sample_are_shown_with_text_reward_versions_and_lag(whole, page):
+    best, worst, other = read_buffer(whole.root, 10.0).samples
+    assert [each.kind for each in (best, worst, other)] == ["best reward", "worst reward", "random"]
+    assert best.reward > other.reward > worst.reward == 0.0
     assert (best.prompt, best.completion[:3]) == ("abc", "def")
     assert '<span class="prompt">abc</span><span class="completion">def' in page
-    by_kind = {each.kind: each for each in buffer.trajectories}
-    assert (by_kind["most off-policy"].lag, by_kind["most off-policy"].step) == (0, 1)
-    assert by_kind["longest"].num_tokens == max(each.num_tokens for each in buffer.trajectories)
+    assert (worst.facts[0], worst.facts[-1]) == ("actor-0, version 0", "lag 0 at step 1")
+    assert worst.facts[2].startswith("trained, record 1, group 1, prompt "), "of equal ones the newest"
+    assert "; ".join(worst.facts) in html.unescape(page)
 
 
 def test_what_does_not_print_is_written_out(tmp_path):
@@ -402,14 +398,20 @@ def test_a_long_run_fits_on_a_page_and_keeps_its_spikes(tmp_path):
 
 
 def test_a_curve_of_any_length_keeps_its_extremes_and_its_order():
-    series = Series()
-    for x in range(12_345):
-        series.add(x, math.sin(x / 100) + (99 if x == 777 else 0))
-    points = series.points
+    points = thinned([(float(x), math.sin(x / 100) + (99 if x == 777 else 0)) for x in range(12_345)])
     assert len(points) <= 2 * MAX_BUCKETS
     assert max(y for _, y in points) > 98
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert (points[0], points[-1][0]) == ((0.0, 0.0), 12_344.0)
+
+
+def test_a_metric_that_some_steps_lack_keeps_the_steps_of_its_values():
+    metrics = Metrics()
+    for step, more in ((1, {}), (2, {"late": 5}), (3, {"late": None}), (4, {"late": True}), (5, {"late": math.inf})):
+        metrics.take_in({"step": step, "loss": step / 2, **more})
+    assert metrics.of("late") == [(2.0, 5.0)]
+    assert metrics.of("loss") == [(step, step / 2) for step in range(1, 6)]
+    assert (metrics.mean("late"), metrics.mean("none"), metrics.num_steps) == (5.0, None, 5)
 
 
 @pytest.mark.parametrize(
