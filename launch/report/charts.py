@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from buffer.lengths import bounds_of
 from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
 from launch.observe.trace import Event
 from launch.observe.view import commonest
@@ -20,8 +19,8 @@ from launch.text import shortened
 DASH = "\N{EN DASH}"
 COLORS = ("c1", "c2", "c3", "c4", "c5", "c6")
 """Colours of the curves of a chart, as page.css names them."""
-FEW, LEAST_FOR_LINE = 12, 3
-"""Curves of fewer points than the first have marks; those of fewer than the second have marks and no line."""
+FEW = 12
+"""Curves of fewer points have marks."""
 MAX_NAME, MAX_SPANS = 60, 1500
 KINDS = ("state", "wait_for_batch", "step", "evaluate", "generate", "update")
 """Kinds of spans in the order in which they are drawn."""
@@ -118,27 +117,12 @@ def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], not
         first, last, least, greatest = map(short, (y[0], y[-1], min(y), max(y)))
         words.append(f"{name} from {first} to {last}, least {least}, greatest {greatest}")
         legend.append(Curve(name, color, last if first == last else f"{first} → {last}"))
-        is_bound = color == "bound"
-        shape = {"join": is_bound or len(y) >= LEAST_FOR_LINE, "dots": len(y) < FEW and not is_bound}
         shown = [None if is_log and value <= 0 else float(f"{value:.6g}") for value in y]
-        series.append({"name": name, "color": color, "points": [x, shown], **shape})
+        dots = len(y) < FEW and color != "bound"
+        series.append({"name": name, "color": color, "points": [x, shown], "dots": dots})
     plot = {"kind": "lines", "x": chart.x, "log": is_log, "floor": chart.floor, "ceiling": chart.ceiling}
     described = f"{chart.title} ({chart.unit}) by {chart.x}: {'; '.join(words)}"
     return Figure(chart, {**plot, "series": series}, legend, note, described)
-
-
-def bars(chart: Chart, labels: Sequence[str], sets: Mapping[str, Sequence[float]], note: str = "") -> Figure:
-    """Return bars in percent; each set has a share for every label."""
-    if not labels:
-        return Figure(chart, note=note)
-    series, legend = [], []
-    for color, (name, shares) in zip(COLORS, sets.items(), strict=False):
-        percents = [round(100 * share, 2) for share in shares]
-        most = max(range(len(labels)), key=percents.__getitem__)
-        series.append({"name": name, "color": color, "points": [list(range(len(labels))), percents]})
-        legend.append(Curve(name, color, f"most at {labels[most]} ({short(percents[most])}%)"))
-    words = f"{chart.title}, in percent: {'; '.join(f'{each.name} {each.numbers}' for each in legend)}"
-    return Figure(chart, {"kind": "bars", "x": chart.x, "labels": labels, "series": series}, legend, note, words)
 
 
 def pools_of(run: RunData) -> list[str]:
@@ -170,7 +154,7 @@ def _accuracy(run: RunData, chart: Chart) -> Figure:
 
 
 def _failed(run: RunData, chart: Chart) -> Figure | None:
-    if not run.num_failed:
+    if not run.ledger.get("failed"):
         return None
     shares = {kind: run.metrics.percent(f"buffer/{kind}", "buffer/issued") for kind in FAILED}
     shown = {FAILED[kind]: all_of for kind, all_of in shares.items() if kind == "failed" or any(y for _, y in all_of)}
@@ -185,28 +169,15 @@ def _queue(run: RunData, chart: Chart) -> Figure:
 
 
 def _lags(run: RunData, chart: Chart) -> Figure:
+    """Return bars of the share of trained tokens by lag, in percent."""
     lags = sum((Counter(of_pool) for of_pool in run.status.lags.values()), Counter()) if run.status else Counter[int]()
-    labels = [str(lag) for lag in range(1 + max(lags, default=-1))]
-    return bars(chart, labels, {"tokens": [lags[lag] / lags.total() for lag in range(len(labels))]})
-
-
-def _lengths(run: RunData, chart: Chart) -> Figure:
-    buffer = run.buffer
-    if buffer is None or not any(buffer.generated):
+    if not lags:
         return Figure(chart)
-    used = [i for i, shares in enumerate(zip(buffer.generated, buffer.trained, strict=True)) if any(shares)]
-    labels = {i: _length(i) for i in range(used[0], used[-1] + 1)}
-    # a bucket that holds no whole number is no length
-    buckets = [i for i, label in labels.items() if i in used or not label.startswith("0")]
-    both = {"trained": buffer.trained, "generated": buffer.generated}
-    note = f"Distance {buffer.ks:.3f} (Kolmogorov-Smirnov); the last few thousand completions."
-    sets = {name: [shares[i] for i in buckets] for name, shares in both.items()}
-    return bars(chart, [labels[i] for i in buckets], sets, note)
-
-
-def _length(bucket: int) -> str:
-    low, high = bounds_of(bucket)
-    return str(low) if high <= low else f"{low}-{high}"
+    percents = [round(100 * lags[lag] / lags.total(), 2) for lag in range(1 + max(lags))]
+    most = f"most at {percents.index(max(percents))} ({short(max(percents))}%)"
+    series = {"name": "tokens", "color": COLORS[0], "points": [list(range(len(percents))), percents]}
+    plot = {"kind": "bars", "x": chart.x, "series": [series]}
+    return Figure(chart, plot, [Curve("tokens", COLORS[0], most)], words=f"{chart.title}, in percent: {most}")
 
 
 def _steps(run: RunData, chart: Chart) -> Figure:
@@ -241,6 +212,5 @@ SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
     "queue": _queue,
     "steps": _steps,
     "lags": _lags,
-    "lengths": _lengths,
 }
 """Charts whose values are not metrics of the steps alone."""

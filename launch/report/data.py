@@ -1,4 +1,4 @@
-"""RunData: all that the report knows of one run. Metrics: its curves; BufferData: its samples and distributions."""
+"""RunData: all that the report knows of one run. Metrics: its curves; BufferData: some of its samples."""
 
 from __future__ import annotations
 
@@ -171,12 +171,6 @@ class BufferData:
     """What the buffer of a run holds."""
 
     num_groups: int
-    ledger: dict[str, int]
-    generated: list[float]
-    """Share of each bucket of `buffer.lengths` in the last few thousand completions, and below in those trained."""
-    trained: list[float]
-    ks: float
-    """Kolmogorov-Smirnov distance of the two."""
     num_looked_at: int = 0
     """Groups that were read before the time was over."""
     samples: list[ShownSample] = field(default_factory=list)
@@ -195,9 +189,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
     deadline, pick, num_rated = clock() + limit_s, random.Random(0), 0
     best, worst, other = (-math.inf, 0, 0), (math.inf, 0, 0), (0.0, 0, 0)  # reward, group, sample
     with Inspection.open(root) as inspection:
-        totals, state = inspection.totals(), inspection.state()
-        generated, trained = state.fidelity.generated.shares(), state.fidelity.trained.shares()
-        data = BufferData(totals.num_groups, totals.ledger, generated, trained, state.length_fidelity.ks)
+        data = BufferData(inspection.totals().num_groups)
         for group in inspection.groups():
             data.num_looked_at += 1
             row = group.row
@@ -314,19 +306,9 @@ class RunData:
         return max(self.metrics.num_steps, self.status.step if self.status is not None else 0)
 
     @property
-    def ledger(self) -> Mapping[str, int] | None:
-        """The final ledger of a command that ended, else that of the buffer, or of the status if that is unread."""
-        told = self.status.buffer.ledger if self.status is not None and self.status.buffer is not None else None
-        if self.buffer is None or (self.exit_status is not None and told is not None):
-            return told
-        return self.buffer.ledger
-
-    @property
-    def num_failed(self) -> int:
-        """Samples that failed."""
-        if self.ledger is not None:
-            return self.ledger.get("failed", 0)
-        return int(max((y for _, y in self.metrics.of("buffer/failed")), default=0))
+    def ledger(self) -> Mapping[str, int]:
+        """Counts of samples as the status has them; empty without one."""
+        return self.status.buffer.ledger if self.status is not None and self.status.buffer is not None else {}
 
     @property
     def failed_by_reason(self) -> Mapping[str, int]:
@@ -366,7 +348,7 @@ def collect(folder: RunFolder) -> RunData:
         except StatusError as error:
             run.missing.append(f"How the run does or ended is not known: {error}.")
         except BufferError as error:
-            run.missing.append(f"The buffer cannot be read, so there are no samples and no distributions: {error}.")
+            run.missing.append(f"The buffer cannot be read, so there are no samples: {error}.")
         except (OSError, ValueError) as error:
             run.missing.append(f"Part of {folder.root} cannot be read: {error}.")
     return run

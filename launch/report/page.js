@@ -29,8 +29,7 @@
       data: uPlot.join(plot.series.map((each) => each.points)),
       series: plot.series.map((each) => ({
         stroke: () => color(each.color), width: each.color === "bound" ? 1 : 1.6, dash: each.color === "bound" ? [4, 3] : [],
-        spanGaps: true, paths: each.join ? undefined : () => null,
-        points: { show: each.dots, size: each.join ? 5 : 8, fill: () => color(each.color) },
+        spanGaps: true, points: { show: each.dots, size: 5, fill: () => color(each.color) },
       })),
       scales: {
         x: { time: false },
@@ -40,14 +39,11 @@
       name: (u, at) => `${plot.x} ${words(u.data[0][at])}`,
     }),
     bars: (plot) => ({
-      data: [plot.series[0].points[0], ...plot.series.map((each) => each.points[1])],
-      series: plot.series.map((each, place) => ({
-        fill: () => color(each.color), width: 0, points: { show: false },
-        paths: uPlot.paths.bars({ size: [0.8 / plot.series.length, 26], align: plot.series.length === 1 ? 0 : 2 * place - 1 }),
-      })),
-      scales: { x: { time: false, range: [-0.7, plot.labels.length - 0.3] }, y: { range: (u, low, high) => [0, 1.08 * (high || 1)] } },
-      axes: [axis({ size: 22, label: plot.x, incrs: [1, 2, 4, 8, 16, 32], space: 44, grid: { show: false }, values: (u, splits) => splits.map((each) => plot.labels[each] ?? "") }), axis({ size: 46 })],
-      name: (u, at) => `${plot.labels[at]} ${plot.x}`,
+      data: plot.series[0].points,
+      series: [{ fill: () => color(plot.series[0].color), width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.8, 26] }) }],
+      scales: { x: { time: false, range: [-0.7, plot.series[0].points[0].length - 0.3] }, y: { range: (u, low, high) => [0, 1.08 * (high || 1)] } },
+      axes: [axis({ size: 22, label: plot.x, incrs: [1, 2, 4, 8, 16, 32], space: 44, grid: { show: false } }), axis({ size: 46 })],
+      name: (u, at) => `${at} ${plot.x}`,
     }),
     lanes: (plot) => ({
       data: [plot.span, [null, null]],

@@ -209,7 +209,7 @@ def tiles(run: RunData) -> list[Tile]:
         detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
         tone = "bad" if bound is not None and status.lag_max > bound else ""
         lag = Tile("lag", "Lag, mean", f"{status.lag_mean:.2f}", detail, tone)
-    failed, issued = run.num_failed, (run.ledger or {}).get("issued", 0)
+    failed, issued = (run.ledger.get(name, 0) for name in ("failed", "issued"))
     why = f": {commonest(run.failed_by_reason, 2)}" if run.failed_by_reason else ""
     of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]
     learner, actors = map(_percent, _waits(run))
@@ -297,7 +297,7 @@ def actor_rows(run: RunData) -> list[tuple[str, list[str]]]:
 
 def ledger_rows(run: RunData) -> list[tuple[str, str, str]]:
     """Return name, count and meaning of every column of the ledger; empty if it is not known."""
-    if run.ledger is None:
+    if not run.ledger:
         return []
     meanings = {name: METRICS[f"buffer/{name}"] for name in COUNTS} | dict.fromkeys(OUTSIDE, "Outside the ledger.")
     return [(name, f"{run.ledger[name]:,}" if name in run.ledger else DASH, text) for name, text in meanings.items()]

@@ -60,7 +60,13 @@ def row(step: int, at_s: float, **changes) -> dict:
     values |= {"finished_s": at_s + 1.0, "time/wait_for_batch": 0.4, "time/step": 0.6, "time/forward": 0.2}
     values |= {"time/backward": 0.3, "time/weight_pause": 0.1, "time/wait_for_policy": 0.05}
     values |= {"batch/completion_tokens": 1000, "batch/trajectories": 16}
-    values |= {"reward/mean": step / 50, "loss": 2 - step / 50, "grad_norm": 3.0, "length/trained_mean": 4.0}
+    values |= {
+        "reward/mean": step / 50,
+        "loss": 2 - step / 50,
+        "grad_norm": 3.0,
+        "length/trained_mean": 4.0,
+        "length/fidelity_ks": 0.1,
+    }
     values |= {"lag/token_mean": 1.5, "lag/token_max": 3.0, "mismatch/lag0_abs": 1e-6, "mismatch/k3": 1e-3}
     values |= {"off_policy/ess_token": 1.0000001, "off_policy/ess_sequence": 0.97, "buffer/ledger_gap": 0}
     values |= {
