@@ -1,8 +1,8 @@
 """Where the figures of a run go beside metrics.jsonl: actors.jsonl, events.jsonl, Weights & Biases, and Prometheus.
 
 A metric of the registry `lag/token_mean` is the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` is
-`leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` is `leeway_reward_part{function="NAME"}`. `OF_ACTORS` and
-`OF_RUN` are further ones. All are gauges, also what counts up: a step that is taken again takes its counts back first.
+`leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` is `leeway_reward_part{function="NAME"}`. `ACTOR_GAUGES`
+and `RUN_GAUGES` are further ones. Counts are gauges too: a step that is taken again takes its counts back first.
 """
 
 from __future__ import annotations
@@ -116,15 +116,6 @@ INIT_TIMEOUT_S = 30.0
 """Seconds in which the server has to answer at the start."""
 FINISH_TIMEOUT_S = 60.0
 """Seconds in which the last rows have to arrive there at the end; they are on disk for `wandb sync` in any case."""
-HIDDEN = ("started_s", "finished_s")
-"""Metrics that no panel is made of."""
-SUMMARIES = {
-    "lag/token_max": "max",
-    "buffer/ledger_gap": "max",
-    "eval/accuracy_greedy": "last",
-    "eval/accuracy_sampled": "last",
-}
-"""What the table of runs shows of a metric."""
 
 
 def check_wandb(config: TrackingConfig) -> None:
@@ -161,7 +152,7 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
         silent=True, console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, x_disable_stats=True
     )
     try:
-        run = wandb.init(
+        return wandb.init(
             project=os.environ.get("WANDB_PROJECT", "leeway"),
             name=folder.name,
             dir=str(folder.root),
@@ -174,12 +165,6 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
     except wandb.errors.Error as error:
         wandb.teardown()
         raise _no_wandb(error) from error
-    run.define_metric("*", step_metric="step")
-    for name in HIDDEN:
-        run.define_metric(name, hidden=True)
-    for name, summary in SUMMARIES.items():
-        run.define_metric(name, step_metric="step", summary=summary)
-    return run
 
 
 def forget_wandb() -> None:
@@ -202,7 +187,7 @@ PROMETHEUS_HOST = "127.0.0.1"
 """The metrics need no password, so a scraper on another host needs a tunnel."""
 CLOSE_S = 5.0
 
-OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
+ACTOR_GAUGES: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
     "leeway_actor_working": ("1 where the actor works, else 0.", lambda actor: actor.state == "working"),
     "leeway_actor_tokens_per_s": ("Completion tokens that it generates per second.", lambda actor: actor.tokens_per_s),
     "leeway_actor_running_samples": ("Samples that it has in flight.", lambda actor: actor.running),
@@ -212,7 +197,7 @@ OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
     "leeway_actor_mismatch_lag0_abs": (METRICS["mismatch/lag0_abs"], lambda actor: actor.mismatch_lag0_abs),
 }
 
-OF_RUN: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
+RUN_GAUGES: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
     "leeway_polled_timestamp_seconds": ("When the roles were last asked for news.", lambda run: run.polled_s),
     "leeway_learner_waiting": ("1 where the learner waits for a batch.", lambda run: bool(run.learner.waits_for)),
     "leeway_learner_busy_frac": ("Share of its last step in which it computed.", lambda run: run.learner_busy_frac),
@@ -273,9 +258,9 @@ class Exporter(Collector):
             if registered in METRICS and isinstance(value, int | float):
                 gauge = f"leeway_{registered.replace('/NAME', '').replace('/', '_')}"
                 add(gauge, METRICS[registered], value, **({label: which} if label else {}))
-        for name, (meaning, of_run) in OF_RUN.items():
+        for name, (meaning, of_run) in RUN_GAUGES.items():
             add(name, meaning, of_run(status))
-        for name, (meaning, of_actor) in OF_ACTORS.items():
+        for name, (meaning, of_actor) in ACTOR_GAUGES.items():
             for actor in status.actors:
                 add(name, meaning, of_actor(actor), actor=actor.name, pool=actor.pool)
         for pool, lags in status.lags.items():

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from buffer.offline.inspect import Inspection
 
 Point = tuple[float, float]
-FIRST_EVENTS, LAST_EVENTS = 60, 240
-"""Events on the page of a run with more of them."""
+MAX_EVENTS = 300
+"""Newest events on the page."""
 BUFFER_LIMIT_S = 12.0
 """Seconds for reading the buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT, MAX_TEXT = 1200, 4000
@@ -251,16 +251,6 @@ def _text(text: str | None) -> str | None:
 
 
 @dataclass
-class Events:
-    """Events in their order; of a run with many the first and the last."""
-
-    shown: list[dict[str, Any]] = field(default_factory=list)
-    num_left_out: int = 0
-    failed: str = ""
-    """Why the run failed; empty if it did not."""
-
-
-@dataclass
 class RunData:
     """One run."""
 
@@ -269,7 +259,12 @@ class RunData:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved config, as TOML has it."""
     metrics: Metrics = field(default_factory=Metrics)
-    events: Events = field(default_factory=Events)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """The newest ones, in their order."""
+    num_older: int = 0
+    """Events that are not among them."""
+    failed: str = ""
+    """Why the run failed; empty if it did not."""
     seen: StatusView | None = None
     timeline: Timeline | None = None
     buffer: BufferData | None = None
@@ -294,7 +289,7 @@ class RunData:
             return known.get(self.exit_status, f"ended with {self.exit_status}")
         if self.seen is not None and not self.seen.gone:
             return "running"
-        return "failed" if self.events.failed else "no end recorded"
+        return "failed" if self.failed else "no end recorded"
 
     @property
     def evaluations(self) -> Sequence[Accuracy]:
@@ -393,14 +388,13 @@ def _read_metrics(folder: RunFolder, run: RunData) -> None:
 
 
 def _read_events(folder: RunFolder, run: RunData) -> None:
-    found, events = run.events, list(_json_lines(folder.events, run))
+    events = list(_json_lines(folder.events, run))
     for event in events:
         kind = event.get("kind")
         if kind in ("failed", "resumed"):  # what ended a run that is resumed is over
-            found.failed = str(event.get("text", "")) if kind == "failed" else ""
-    found.num_left_out = max(0, len(events) - FIRST_EVENTS - LAST_EVENTS)
-    found.shown = events[:FIRST_EVENTS] + events[FIRST_EVENTS + found.num_left_out :]
-    for event in found.shown:
+            run.failed = str(event.get("text", "")) if kind == "failed" else ""
+    run.events, run.num_older = events[-MAX_EVENTS:], len(events[:-MAX_EVENTS])
+    for event in run.events:
         text = str(event.get("text", ""))
         if len(text) > MAX_EVENT_TEXT:
             event["text"] = f"{text[:MAX_EVENT_TEXT]} ... and {len(text) - MAX_EVENT_TEXT:,} more characters"

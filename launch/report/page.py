@@ -87,8 +87,8 @@ def _verdict(run: RunData) -> str:
     algorithm = str(run.knob("algorithm.type") or "").replace("_", " ")
     model = Path(str(run.knob("model.path") or run.knob("model.hub") or "a model")).name
     what = f"{model} on {Path(str(task)).name}" + (f" with {algorithm}" if algorithm else "")
-    if run.events.failed:
-        return f"{what}: failed after {num_steps:,} steps. {run.events.failed}"
+    if run.failed:
+        return f"{what}: failed after {num_steps:,} steps. {run.failed}"
     if not num_steps:
         return f"{what}: no step yet."
     trained = f", {run.status.trained_tokens:,} completion tokens trained" if run.status is not None else ""
@@ -128,7 +128,7 @@ def _health(run: RunData) -> str:
     if run.seen is None:
         return "Not known: the run has no status."
     status = run.seen.status
-    wrong = [each for each in (run.events.failed, run.seen.gone, *status.tripped) if each]
+    wrong = [each for each in (run.failed, run.seen.gone, *status.tripped) if each]
     wrong += [f"{status.ledger_gap} samples are unaccounted for, which is a bug"] if status.ledger_gap else []
     if wrong:
         return f"No: {'; '.join(wrong)}"

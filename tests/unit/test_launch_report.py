@@ -382,7 +382,7 @@ def test_a_long_run_fits_on_a_page_and_keeps_its_spikes(tmp_path):
     event = json.dumps({"time_s": START_S, "kind": "restart", "text": "a long story " * 1000}) + "\n"
     run.events.write_text(event * 1000)
     data = collect(run)
-    assert (len(data.events.shown), data.events.num_left_out) == (300, 700)
+    assert (len(data.events), data.num_older) == (300, 700)
     assert len(data.metrics.of("loss")) <= 2 * MAX_BUCKETS
     assert (3211.0, 1000.0) in data.metrics.of("loss")
     assert len(render(data).encode()) < 2 * 2**20

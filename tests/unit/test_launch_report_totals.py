@@ -24,7 +24,7 @@ def test_a_run_that_failed_and_was_gone_on_with_to_its_end_is_finished(run):
     ]
     run.events.write_text("".join(json.dumps(event) + "\n" for event in told))
     data = collect(run)
-    assert (data.ended, data.events.failed) == ("finished", "")
+    assert (data.ended, data.failed) == ("finished", "")
     assert "failed after" not in render(data)
 
 
