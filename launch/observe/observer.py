@@ -257,7 +257,7 @@ class Observer:
         newest = self._known.status.newest[1] if self._known.status is not None else None
         oldest = min((report.version[1] for report in reports), default=None)
         return {
-            "perf/generated_tokens_per_s": self.actor_totals.tokens_per_s(),
+            "perf/generated_tokens_per_s": self.actor_totals.per_s("tokens"),
             "overlap/frac": self._overlap.fraction(),
             "time/weight_pause": fmean(pauses) if pauses else None,
             "time/wait_for_policy": policy_waits_s / len(reports) if reports else None,
@@ -281,7 +281,7 @@ class Observer:
             of_pool = {
                 **self.actor_totals.engines(pool, self._reports.values()).metrics(),
                 "actors": sum(1 for report in self._reports.values() if report.pool == pool),
-                "tokens_per_s": self.actor_totals.tokens_per_s("pool", pool),
+                "tokens_per_s": self.actor_totals.per_s("tokens", "pool", pool),
                 "lag_mean": _mean_of(lags.get(pool, {}).items()),
                 "mismatch_lag0_abs": lag0_abs,
             }
@@ -296,7 +296,7 @@ class Observer:
         status.lag_mean, status.lag_max = self.trained.lag_mean, self.trained.lag_max
         status.lags, status.trained_tokens = self.trained.lags(self.actor_totals.pool_of), self.trained.num_tokens
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
-        status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
+        status.generated_tokens_per_s = self.actor_totals.per_s("tokens")
         status.learner = LearnerStatus(
             tokens_per_s=self._trained_rate.value("tokens", self._wall()),
             waits_for=known.learner_waits_for,
@@ -307,7 +307,7 @@ class Observer:
         status.pools = [self._pool(name, wanted) for name, wanted in known.wanted.items()]
         processes = list(self._dated(known.processes))
         status.actors = [self._actor(each) for each in processes if each.role == "actor"]
-        status.stages = [self._stage(each) for each in processes if each.role == "stage"]
+        status.stages = [each for each in processes if each.role == "stage"]
         status.services = [each for each in processes if each.role not in ("actor", "stage")]
         status.waits = [] if status.ended is not None else waits(status, self._wall())
 
@@ -327,7 +327,7 @@ class Observer:
             wanted=wanted,
             working=len(reports),
             running=sum(report.num_running for report in reports),
-            tokens_per_s=self.actor_totals.tokens_per_s("pool", name),
+            tokens_per_s=self.actor_totals.per_s("tokens", "pool", name),
             lag_mean=_mean_of(self.status.lags.get(name, {}).items()),
             mismatch_lag0_abs=self._lag0_of_pool.get(name),
             engines=self.actor_totals.engines(name, reports),
@@ -348,16 +348,8 @@ class Observer:
             running=report.num_running,
             version=str(PolicyVersion(*report.version)),
             behind=None if buffer is None else max(0, buffer.newest[1] - report.version[1]),
-            tokens_per_s=self.actor_totals.tokens_per_s("actor", name),
+            tokens_per_s=self.actor_totals.per_s("tokens", "actor", name),
         )
-
-    def _stage(self, process: ProcessStatus) -> ProcessStatus:
-        """Add what the coordinator waits for; the other stages wait for the coordinator."""
-        waits_for, lead = self._known.learner_waits_for, self._config.learner.num_stages - 1
-        if not waits_for or process.state != "working":
-            return process
-        waits_for = waits_for if process.number == lead else f"stage.{lead}, the coordinator"
-        return msgspec.structs.replace(process, waits_for=waits_for)
 
     def _buffer(self, status: Status) -> BufferStatus:
         return BufferStatus(

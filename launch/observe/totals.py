@@ -5,7 +5,7 @@ in time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +152,7 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
         return {**shares, "step_ms": step_ms, "queued_ms": queued_ms, **counts}
 
 
-COUNTS: dict[str, Callable[[ActorReport], float]] = {
+COUNTED: dict[str, Callable[[ActorReport], float]] = {
     "tokens": lambda report: report.num_tokens,
     "samples": lambda report: report.num_samples,
     "acknowledged": lambda report: sum(report.num_outcomes.get(outcome, 0) for outcome in ACKNOWLEDGED),
@@ -175,16 +175,16 @@ class ActorTotals:
         """Actor -> pool, also of those that are gone: their tokens may still be trained."""
         self._fresh = Fresh()
         self._totals: dict[tuple[str, str], Counter[str]] = {ALL: Counter()}
-        """("pool" or "actor", its name) -> name in `COUNTS` -> how many."""
+        """("pool" or "actor", its name) -> name in `COUNTED` -> how many."""
         self._rates: dict[tuple[str, str], Rate] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
         """Take in a poll: reports of some of the actors, and the names of all that work. `now_s` only grows."""
         for report in reports:
             self.pool_of[report.name] = report.pool
-            new = self._fresh.of(report.name, *(count(report) for count in COUNTS.values()))
+            new = self._fresh.of(report.name, *(count(report) for count in COUNTED.values()))
             for key in (ALL, ("pool", report.pool), ("actor", report.name)):
-                self._totals.setdefault(key, Counter()).update(dict(zip(COUNTS, new, strict=True)))
+                self._totals.setdefault(key, Counter()).update(dict(zip(COUNTED, new, strict=True)))
         alive = set(working)
         for key, totals in self._totals.items():
             if key[0] != "actor" or key[1] in alive:
@@ -200,9 +200,6 @@ class ActorTotals:
         """Return how many per second, over the last seconds."""
         rate = self._rates.get((kind, name))
         return 0.0 if rate is None else rate.value(what)
-
-    def tokens_per_s(self, kind: str = ALL[0], name: str = ALL[1]) -> float:
-        return self.per_s("tokens", kind, name)
 
     def engines(self, pool: str, reports: Iterable[ActorReport]) -> PoolEngines:
         """Describe those of a pool; `reports` are the newest ones of all actors that work."""
@@ -234,6 +231,8 @@ class ActorTotals:
 # --- intervals of time --------------------------------------------------------------------------------
 
 Interval = tuple[float, float]
+OPEN_STEPS = 64
+"""Newest steps for which later reports of actors still count."""
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -251,13 +250,8 @@ def total(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in merge(intervals))
 
 
-def shared(left: Iterable[Interval], right: Iterable[Interval]) -> float:
-    a, b = merge(left), merge(right)
-    return max(0.0, total(a) + total(b) - total([*a, *b]))
-
-
-OPEN_STEPS = 64
-"""Newest steps for which later reports of actors still count."""
+def shared(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+    return max(0.0, total(left) + total(right) - total([*left, *right]))
 
 
 class OverlapMeter:

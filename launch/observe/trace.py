@@ -29,10 +29,8 @@ GAP_US, LONGEST_US = 1_000, 20_000_000
 """Intervals of generation closer than the first are one span, up to the length of the second, which a kill may lose."""
 TRACKS = {"phase": 1, "evaluate": 2, "step": 3, "wait_for_batch": 3, "generate": 4, "update": 5, "state": 6}
 TRACK_NAMES = ("", "phases", "evaluations", "steps", "generate", "weight updates", "state")
-NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4}
-ROLES = ("buffer", "weights", "ranker", "stage", "actor")
-FIRST_NUMBERS = {role: 100_000 * place for place, role in enumerate(ROLES, 1)}
-"""First process number of each role: "stage-3" is process 400003 of the trace."""
+ROLES = ("launch", "evaluation", "learner", "buffer", "weights", "ranker", "stage", "actor")
+"""Process "stage-3" of a run is process 700003 of its trace."""
 
 
 class Event(msgspec.Struct, omit_defaults=True):
@@ -194,8 +192,8 @@ class Trace:
     # --- events -----------------------------------------------------------------------------------
 
     def _process(self, who: str) -> int:
-        role, _, number = who.rpartition("-")
-        pid = FIRST_NUMBERS[role] + int(number) if role else NUMBERS[who]
+        role, _, number = who.partition("-")
+        pid = 100_000 * (1 + ROLES.index(role)) + int(number or 0)  # 0 is a pid of its own to viewers
         self._name("process_name", pid, 0, who)
         return pid
 

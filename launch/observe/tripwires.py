@@ -105,9 +105,9 @@ class Tripwires:
 
     def _look_at_rows(self, news: PollResult) -> Iterator[Trip]:
         for row in news.steps:
-            for who, (difference, num_tokens) in _differences(row).items():
-                if who == LEARNER or news.working is None or who in news.working:
-                    yield from self._judge(who, difference, num_tokens)
+            for who, (difference, num_tokens) in row.get("lag0_by_actor", {}).items():
+                if num_tokens and (news.working is None or who in news.working):
+                    yield from self._judge(who, math.nan if difference is None else difference, num_tokens)
             self._stability.take_in(row)
             yield from self._hold("unstable", LEARNER, self._stability.text, None, self._stability.ended)
 
@@ -117,22 +117,17 @@ class Tripwires:
         if count < MISMATCH_TOKENS:
             self._differences[who] = total, count
             return
-        mean, limit, config = total / count, self._mismatch_limit_of(who), self._config
-        is_standing = ("mismatch", who) in self._standing
-        name, action = (who, config.on_mismatch) if who != LEARNER else ("the engines", _for_all(config.on_mismatch))
+        # that of its pool; the widest for an actor that has not reported
+        pool, widest = self._reports[who][0].pool if who in self._reports else "", max(self._mismatch_limits.values())
+        mean, limit = total / count, self._mismatch_limits.get(pool, widest)
         text = (
-            f"{name} and the learner differ by {mean:.2g} in the mean absolute log-probability of {count} tokens of "
+            f"{who} and the learner differ by {mean:.2g} in the mean absolute log-probability of {count} tokens of "
             f"the same version, and at most {limit:g} is expected: other weights, or another arithmetic"
         )
         # not below is above: a difference that is no number is one
-        trips = not mean <= (limit * MISMATCH_ENDS if is_standing else limit)
-        yield from self._hold("mismatch", who, text if trips else "", action, f"{name} and the learner agree again")
-
-    def _mismatch_limit_of(self, who: str) -> float:
-        """Return that of its pool; the widest for all together and for an actor that has not reported."""
-        widest = max(self._mismatch_limits.values())
-        report, _ = self._reports.get(who, (None, 0.0))
-        return widest if report is None else self._mismatch_limits.get(report.pool, widest)
+        trips = not mean <= (limit * MISMATCH_ENDS if ("mismatch", who) in self._standing else limit)
+        ended = f"{who} and the learner agree again"
+        yield from self._hold("mismatch", who, text if trips else "", self._config.on_mismatch, ended)
 
     # --- the learner ------------------------------------------------------------------------------
 
@@ -239,22 +234,6 @@ class Tripwires:
 def mismatch_limit(*dtypes: str) -> float:
     """Return the limit of the mean absolute difference between log-probabilities that are computed in these."""
     return 1e-3 if all(dtype in ("float32", "float64") for dtype in dtypes) else 0.2
-
-
-def _differences(row: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """Return the mean difference at lag 0 and its number of tokens: by actor, or of all together in older rows."""
-    all_together = {LEARNER: (row.get("mismatch/lag0_abs"), row.get("mismatch/lag0_tokens") or 0)}
-    by_actor: Mapping[str, tuple[float | None, int]] = row.get("lag0_by_actor", all_together)
-    return {
-        who: (math.nan if value is None else value, num_tokens)
-        for who, (value, num_tokens) in by_actor.items()
-        if num_tokens
-    }
-
-
-def _for_all(action: Action) -> Action:
-    """Only an actor can be taken out of the run."""
-    return "warn" if action == "quarantine" else action
 
 
 def _because(text: str | None, before: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from actors.report import WeightUpdate
 from launch.observe.status import PollResult
-from launch.observe.trace import FIRST_NUMBERS, Trace, read
+from launch.observe.trace import ROLES, Trace, read
 from tests.unit.report_run import NASTY, START_S, make_run, report
 
 
@@ -35,7 +35,7 @@ def test_every_process_and_every_track_has_a_name(events):
 
 
 def test_no_two_processes_have_one_number_however_many_there_are(tmp_path):
-    names = [f"{role}-{number}" for role in FIRST_NUMBERS for number in (0, 10, 40, 90, 800, 5000)]
+    names = [f"{role}-{number}" for role in ROLES for number in (0, 10, 40, 90, 800, 5000)]
     with Trace(tmp_path / "trace.json") as trace:
         for name in names:
             trace._switch(name, "state", "starting")

@@ -131,13 +131,6 @@ def test_a_few_tokens_are_judged_with_those_that_follow():
     assert kinds(watched.look(steps=[few])) == [("mismatch", "actor-0")]
 
 
-def test_where_a_step_does_not_say_whose_tokens_they_are_the_mean_of_all_is_judged_and_nobody_is_taken_out():
-    watched = Watched(on_mismatch="quarantine")
-    (trip,) = watched.look(steps=[{"mismatch/lag0_abs": 0.5, "mismatch/lag0_tokens": MISMATCH_TOKENS}])
-    assert (trip.kind, trip.who, trip.action) == ("mismatch", LEARNER, "warn")
-    assert watched.look(steps=[{"mismatch/lag0_abs": None, "mismatch/lag0_tokens": 0}]) == []
-
-
 def test_samples_of_an_actor_that_is_out_of_the_run_do_not_trip_again():
     watched = Watched()
     assert watched.look(steps=[row(actor_0=0.5)], working=frozenset({"actor-1"})) == []
