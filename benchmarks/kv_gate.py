@@ -5,7 +5,7 @@
 A real vLLM engine with the long-tailed model of `benchmarks/overlap.py`, whose cache holds a fraction of what its slots
 could come to need. It is kept busy as an actor keeps it, by the actor's own parts: groups of 8 are taken as
 `ActorsConfig.room` says, samples start as the admission lets them, and what is predicted of a prompt comes from
-`planning.length_model`. "slots" leaves the rest to vLLM, which starts whatever has room at once and preempts. In every
+`planning.lengths`. "slots" leaves the rest to vLLM, which starts whatever has room at once and preempts. In every
 round all of them have the engine in turn, in two cases: prompts of 8 tokens, which cost nothing to compute again, and
 prompts of 2,000 tokens, each of one group alone. Figures of a case end in `_short` or `_long`:
 
@@ -44,7 +44,7 @@ from benchmarks.overlap_parts import long_tail
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
 from planning.kv_gate import CacheAdmission, KvGate
-from planning.length_model import LengthModel
+from planning.lengths import LengthModel
 
 PAGE = RESULTS / "kv_gate.md"
 FIXED = (20, 28, 36, 44, 64)

@@ -48,10 +48,9 @@ from benchmarks.scale_parts.sheets import (
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import load_config
 from launch.pools import actor_pools
-from planning.bounds import bounds_of
-from planning.learner import LearnerShape
+from planning.costs import LearnerShape
 from planning.plans import Prediction, predict
-from planning.search import Plan, Space, search
+from planning.search import Plan, Space, bounds_of, search
 from planning.world import EnginePool, World
 
 PAGE = RESULTS / "scale.md"

@@ -39,7 +39,7 @@ class Incarnation(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct):
-    """What lengths of all prompts have in common, as sums that forget; `planning.length_model` keeps it.
+    """What lengths of all prompts have in common, as sums that forget; `planning.lengths` keeps it.
 
     Noise and spread begin as four groups of 0.2: 16 in 20 samples are within a factor of 2 of the median.
     """

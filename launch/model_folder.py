@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from actors.tasks import TaskFacts
 from common.files import try_lock
@@ -20,11 +19,8 @@ from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.pools import actor_pools
 from launch.run_folder import RunFolder
-from learner.checkpoint_meta import DamagedCheckpoint, steps_in
+from learner.checkpoint_files import DamagedCheckpoint, ExportedModel, export_checkpoint, steps_in
 from learner.decoders import FAMILIES, check_served, unread_keys
-
-if TYPE_CHECKING:
-    from learner.export import ExportedModel
 
 RECIPE_TIMEOUT_S = 1800.0
 _DOWNLOAD = """
@@ -221,8 +217,6 @@ def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], 
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give another folder, or remove it")
-    from learner.export import export_checkpoint  # with Transformers, which the command of a run needs not
-
     model_path = _model_folder(load_config(folder.config))
     for _ in range(_MAX_TRIES):
         wanted = _candidates(folder, step)

@@ -17,7 +17,7 @@ from launch.config import Config
 from launch.host import low_limits
 from launch.pools import actor_pools, serving_dtypes, stage_pools
 from launch.text import GIB, gib
-from learner.checkpoint_meta import KEPT_CHECKPOINTS
+from learner.checkpoint_files import KEPT_CHECKPOINTS
 from weight_sync.store import KEPT_VERSIONS
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -144,8 +144,8 @@ def _trains_on_cpu(config: Config) -> bool:
 
 def _frozen_bytes(config: Config, num_served: int) -> int:
     """Return the host memory of all stages for the models that score; without any of its own it is the model."""
-    kept_in = ("cpu", "none") if _trains_on_cpu(config) else ("cpu",)
-    if not config.algorithm.needs.reference or config.learner.reference_offload not in kept_in:
+    on_host = _trains_on_cpu(config) or config.learner.reference_offload == "cpu"
+    if not config.algorithm.needs.reference or not on_host:
         return 0
     num_frozen = sum([_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served])
     return config.learner.num_replicas * REFERENCE_BYTES * num_frozen

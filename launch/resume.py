@@ -30,7 +30,7 @@ from launch.host import role_processes
 from launch.observe.metrics import Rows
 from launch.observe.status import Accuracy, StatusError, read_status
 from launch.run_folder import RunFolder, RunIdentity
-from learner.checkpoint_meta import Seal, newest_progress
+from learner.checkpoint_files import Seal, newest_progress
 
 GOODBYE_S = 60.0
 """How long processes of a command that was killed may take to end. Ray's notice at once, an engine in seconds."""

@@ -48,7 +48,7 @@ from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from launch.processes.supervisor import Supervisor
 from launch.resume import History, identity_of
 from launch.run_folder import RunFolder, claimed, claimed_weights
-from learner.checkpoint_meta import TrainingProgress, newest_progress
+from learner.checkpoint_files import TrainingProgress, newest_progress
 
 AUTOSCALE = "planning.autoscale:Autoscale"  # loaded if launch.autoscale is not "off"
 POLL_S = 0.5

@@ -9,8 +9,7 @@ packing      best-fit packing of whole sequences into micro-batches of one shape
 step         TrainStep: a step trains one draw in one or several updates; LossEvaluator: loss and gradient of an update
 report       the metrics of a step; BadBatches: what could not be trained, and when a run has diverged
 
-networks     Networks: the policy, and a critic that is a head of it or a model of its own
-reference    Reference: frozen models that score samples, one for all or a teacher for each prompt
+networks     Networks: the policy, and a critic that is a head of it or a model of its own; Reference: the frozen models
 device       a rank's device, MemoryNeed: what training takes of it; Offload: a frozen stage that is away meanwhile
 decoders     the supported families, what their layers cost, and how they are split
 model        StageModule: a contiguous share of a Hugging Face decoder's layers
@@ -21,6 +20,5 @@ pipeline     Pipeline: forward-only and training schedules over torch.distribute
 optimizer    StageOptimizer: AdamW on master weights; one decision over all ranks
 
 checkpoint   Checkpoints: what a restart needs, in the background and atomically; TrainingState: host copies
-checkpoint_meta  CheckpointMeta, TrainingProgress: a checkpoint's document, with checksums
-export       the policy as a Hugging Face folder, from the ranks or from a checkpoint
+checkpoint_files  CheckpointMeta, TrainingProgress: a checkpoint's document, with checksums; export_checkpoint
 """

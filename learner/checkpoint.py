@@ -38,7 +38,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from common.files import discard, replace_durably, sync, write_durably
 from common.process import DaemonThreads
-from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
+from learner.checkpoint_files import (
+    META_NAME,
+    RNG,
+    RNG_CUDA,
+    CheckpointMeta,
+    Seal,
+    TrainingProgress,
+    is_of_a_rank,
+    steps_in,
+)
 from learner.device import host_room
 from learner.mesh import Agreement, Disagreement, Mesh, StageLost, first_line, tells_of_death
 from learner.networks import Network, Networks
@@ -48,9 +57,6 @@ logger = logging.getLogger(__name__)
 _LEFT_BEHIND = re.compile(r"\.step-\d{8}\.(tmp|(\d+\.)?old)|\.probe-\d+")
 _INDEX = ".metadata"
 """Which tensor is in which file, written by rank 0."""
-
-_RNG = "rng"
-_RNG_CUDA = "rng_cuda"
 
 Stored = Mapping[str, TensorStorageMetadata]
 
@@ -348,9 +354,9 @@ class TrainingState:
         for name, tensors in self._room_for(networks).items():
             self._copies[name].copy_(tensors[0], non_blocking=on_gpu)
         taken = dict(self._copies)
-        taken[f"{_RNG}.{self._rank}"] = torch.get_rng_state()
+        taken[f"{RNG}.{self._rank}"] = torch.get_rng_state()
         if on_gpu:
-            taken[f"{_RNG_CUDA}.{self._rank}"] = torch.cuda.get_rng_state(networks.policy.device)
+            taken[f"{RNG_CUDA}.{self._rank}"] = torch.cuda.get_rng_state(networks.policy.device)
             torch.cuda.synchronize(networks.policy.device)
         return taken
 
@@ -361,9 +367,9 @@ class TrainingState:
         """
         self._room_for(networks)
         wanted = dict(self._copies)
-        generators = {_RNG: torch.get_rng_state()}
+        generators = {RNG: torch.get_rng_state()}
         if networks.policy.device.type == "cuda":
-            generators[_RNG_CUDA] = torch.cuda.get_rng_state(networks.policy.device)
+            generators[RNG_CUDA] = torch.cuda.get_rng_state(networks.policy.device)
         for kind, state in generators.items():
             known = [name for name in (f"{kind}.{self._rank}", f"{kind}.0") if name in stored]
             if known:
@@ -377,9 +383,9 @@ class TrainingState:
         for optimizer in networks.optimizers:
             optimizer.round()
         for name, state in read.items():
-            if name.startswith(f"{_RNG}."):
+            if name.startswith(f"{RNG}."):
                 torch.set_rng_state(state)
-            elif name.startswith(f"{_RNG_CUDA}."):
+            elif name.startswith(f"{RNG_CUDA}."):
                 torch.cuda.set_rng_state(state, networks.policy.device)
 
     def _room_for(self, networks: Networks) -> dict[str, list[Tensor]]:
@@ -389,11 +395,6 @@ class TrainingState:
             on_gpu = networks.policy.device.type == "cuda"
             self._copies = host_room({name: tensors[0] for name, tensors in live.items()}, pinned=on_gpu)
         return live
-
-
-def is_of_a_rank(name: str) -> bool:
-    """Return whether this is a random generator's state, and not a tensor of the model."""
-    return name.startswith((f"{_RNG}.", f"{_RNG_CUDA}."))
 
 
 def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:

@@ -12,7 +12,7 @@ from common.user_input import Knob
 from weight_sync.config import WeightSyncConfig
 
 _STEP = "the buffer has recorded draws of that many groups and updates"
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
+ScheduleName = Literal["1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
 def stage_of(network: int, rank: int, num_stages: int) -> int:
@@ -61,7 +61,7 @@ class LearnerConfig(BaseModel):
     activation_checkpointing: bool = Knob(
         False, "Keep only each layer's input and compute the rest again in the backward pass.", basic=True
     )
-    reference_offload: Literal["none", "cpu", "disk"] = Knob(
+    reference_offload: Literal["none", "cpu"] = Knob(
         "none", "Where the frozen reference model is kept while a step trains."
     )
     learning_rate: PositiveFloat = Knob(1e-5, "Peak learning rate.", basic=True)
@@ -108,7 +108,7 @@ class LearnerConfig(BaseModel):
         `critic` is what the algorithm trains beside the policy.
         """
         chunks = f"learner.num_chunks = {self.num_chunks}"
-        if self.num_chunks > 1 and self.schedule in ("gpipe", "1f1b", "fused"):
+        if self.num_chunks > 1 and self.schedule in ("1f1b", "fused"):
             raise ValueError(
                 f"{chunks}, but learner.schedule = '{self.schedule}' takes one chunk per stage: use "
                 "'interleaved_1f1b' or 'zero_bubble', or learner.num_chunks = 1"

@@ -14,13 +14,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from math import ceil
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.process import keep_freed_memory, threads_of
@@ -156,7 +153,7 @@ def _need_of(
     chunk, most_kept = (of(model.vocab_size, computed, "cuda") for of in (head.chunk_tokens, head.kept_tokens))
     chunk_bytes = item * model.vocab_size * min(chunk, budget)
     heads = min(heads_in_flight(config), num_micro_batches)
-    probabilities = computed.itemsize * model.vocab_size * min(most_kept, budget) * int(heads) * has_head
+    probabilities = computed.itemsize * model.vocab_size * min(most_kept, budget) * heads * has_head
     static = {
         "weights": item * trained,
         "rounded weights": 2 * trained * is_narrow,
@@ -214,19 +211,16 @@ def most_kept_mib(config: LearnerConfig, device: str) -> float:
     return KEPT_MIB[device] / heads_in_flight(config)
 
 
-def heads_in_flight(config: LearnerConfig) -> float:
-    """Return the most micro-batches between the head and their backward pass; inf: all of a batch."""
-    if config.schedule == "gpipe":
-        return inf
+def heads_in_flight(config: LearnerConfig) -> int:
+    """Return the most micro-batches between the head and their backward pass."""
     at_once = {"zero_bubble": config.num_stages, "fused": default_most_held(config.num_stages)}
-    return float(at_once.get(config.schedule, 1)) if config.num_stages > 1 else 1.0
+    return at_once.get(config.schedule, 1) if config.num_stages > 1 else 1
 
 
 def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches: int) -> float:
     """Return the most micro-batches whose activations a stage holds at once."""
     num_stages = config.num_stages
     at_most = {
-        "gpipe": float(num_micro_batches),
         "1f1b": float(num_stages - stage),
         "interleaved_1f1b": num_stages * (1 + 1 / config.num_chunks),
         "zero_bubble": float(num_stages),
@@ -266,48 +260,32 @@ def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tenso
 
 
 class Offload:
-    """Takes the weights of a frozen stage away while a step trains, and brings them back.
-
-        cpu    in host memory; on a stage that computes there they stay
-        disk   in a file of the run
+    """Keeps the weights of a frozen stage in host memory while a step trains.
 
     They move as a whole: a scoring runs many micro-batches through every layer, and hooks that fetch single layers
     would move the model that many times. What is tied has to be tied again.
     """
 
-    def __init__(self, stage: nn.Module, device: torch.device, where: Literal["cpu", "disk"], file: Path) -> None:
-        """Note the weights, or write them to the file; they stay on the device until `release`."""
+    def __init__(self, stage: nn.Module, device: torch.device) -> None:
+        """Copy the weights, unless the stage computes in host memory; they stay on the device until `release`."""
         assert not any(parameter.requires_grad for parameter in stage.parameters()), "a stage that learns cannot leave"
         self.device = device
         self._stage = stage
-        self._file = file if where == "disk" else None
-        weights = {name: parameter.detach() for name, parameter in stage.named_parameters()}
-        self._empty = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
-        self._kept: dict[str, Tensor] = {}
-        if self._file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: weight.to("cpu").contiguous() for name, weight in weights.items()}, file)
-        elif device.type == "cpu":
-            self._kept = weights
-        else:
-            self._kept = host_room(weights, pinned=device.type == "cuda")
-            for name, weight in weights.items():
-                self._kept[name].copy_(weight)
+        self._kept = {name: parameter.detach() for name, parameter in stage.named_parameters()}
+        if device.type == "cuda":
+            room = host_room(self._kept, pinned=True)
+            for name, weight in self._kept.items():
+                room[name].copy_(weight)
+            self._kept = room
 
     def fetch(self) -> None:
         """Bring the weights to the device, unless they are there."""
-        if not next(self._stage.parameters()).is_meta:
-            return
-        if self._file is None:
-            # what runs on the device next waits for them, and nobody changes what is copied from
+        if next(self._stage.parameters()).is_meta:
+            # what runs on the device next waits for them, and nothing changes what is copied from
             self._assign({name: weight.to(self.device, non_blocking=True) for name, weight in self._kept.items()})
-            return
-        with safe_open(self._file, framework="pt", device=str(self.device)) as opened:
-            # copied out of the mapped file: products of tensors that stand at odd addresses differ in their last bits
-            self._assign({name: opened.get_tensor(name).clone() for name in self._empty})
 
     def release(self) -> None:
-        self._assign(self._empty if self._file is not None or self.device.type != "cpu" else self._kept)
+        self._assign({name: torch.empty_like(weight, device="meta") for name, weight in self._kept.items()})
 
     def _assign(self, weights: dict[str, Tensor]) -> None:
         self._stage.load_state_dict(weights, strict=False, assign=True)

@@ -183,11 +183,9 @@ class StageModule(nn.Module):
             self._offload.release()
             self.tie()
 
-    def offload(self, where: Literal["cpu", "disk"], folder: Path) -> None:
-        """Keep a frozen stage's weights elsewhere from now on; "disk": in this folder of the run."""
-        assert self._batch is None
-        name = f"chunk-{self.share.chunk + 1:05d}-of-{self.share.num_chunks:05d}.safetensors"
-        self._offload = Offload(self, self.device, where, folder / name)
+    def offload(self) -> None:
+        """Keep a frozen stage's weights in host memory between passes from now on."""
+        self._offload = Offload(self, self.device)
         self.release()
 
     @property

@@ -1,7 +1,7 @@
 """Networks: what a run trains, as one thing: the policy, and a critic that is its second head or a model of its own.
 
 The step asks for log-probabilities and values and hands back their gradients. Which network and which replica computes
-them is known here alone.
+them is known here alone. Reference: the frozen models, which score what no earlier step has scored.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from algorithms.base import CriticKind
-from learner.batch import Leaves
-from learner.config import LearnerConfig, stage_of
+from common.run import RunContext
+from learner.batch import Leaves, StepBatch
+from learner.config import LearnerConfig, LearnerSections, stage_of
 from learner.device import most_kept_mib
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
-from learner.packing import PackedBatch
+from learner.packing import IntArray, PackedBatch
 from learner.pipeline import Coefficients, Pipeline
 from learner.products import COMPUTED
 
@@ -31,6 +34,8 @@ FUSED = "planning.fused:fused_passes"
 """Makes the passes of `learner.schedule = "fused"`."""
 Gradient = Callable[[Tensor, Tensor], Tensor]
 """(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, float32 or wider."""
+Scores = dict[int, npt.NDArray[np.float32]]
+"""Log-probabilities of a completion's tokens, by index of the trajectory in the batch."""
 
 
 @dataclass(frozen=True)
@@ -314,3 +319,90 @@ def load_networks(
     if fused is not None and values is not None:
         fused.modules = (policy.modules[0], values.modules[0])
     return Networks(policy, values, config, mesh, fused)
+
+
+class Reference:
+    """Frozen models that score every sample once: one for all, or several teachers, each for its own prompts."""
+
+    def __init__(
+        self, pipelines: Sequence[Pipeline], mesh: Mesh, device: torch.device, dtype: torch.dtype, teachers: bytes = b""
+    ) -> None:
+        """Take this rank's chunks of the frozen models; none if the algorithm needs no reference.
+
+        `dtype` is that of the log-probabilities which a loss reads. `teachers` gives the model of a prompt, by its id;
+        empty if one scores all.
+        """
+        self.pipelines = tuple(pipelines)
+        self._mesh = mesh
+        self._device = device
+        self._dtype = dtype
+        self._teacher_of_prompt = np.frombuffer(teachers, np.uint8)
+
+    def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
+        """Return reference log-probabilities, and those computed anew. All ranks call it together.
+
+        On the last stages [T], to float32 in any precision, NaN without a reference, and the new ones; None and nothing
+        on the others. Off-loaded models leave the device after it.
+        """
+        reference_T = self._stored(batch) if self._mesh.place.is_last else None
+        unscored = batch.unscored()
+        scores: Scores = {}
+        for pipeline, found in self._by_model(batch.prompt_B[unscored]):
+            own = unscored[found]
+            is_all = len(own) == batch.rows.num_rows
+            packed = on_device if is_all else share_of(batch.pack(own), self._mesh, self._device)
+            new_T = self._logprobs(pipeline, packed)
+            if new_T is None or reference_T is None:
+                continue
+            where_T = torch.from_numpy(batch.tokens_of(own)).to(reference_T.device)
+            reference_T[where_T] = new_T.to(reference_T.dtype)
+            scores |= _by_sequence(new_T, own, np.diff(batch.bounds_T())[own])
+        self._release()
+        return reference_T, scores
+
+    def _by_model(self, prompt_B: IntArray) -> Iterator[tuple[Pipeline, IntArray]]:
+        """Yield the models that have some of these sequences, in the same order on all ranks, and which each has."""
+        if not self.pipelines:
+            return
+        has_several = len(self._teacher_of_prompt) > 0
+        number_B = self._teacher_of_prompt[prompt_B] if has_several else np.zeros_like(prompt_B)
+        for number in np.unique(number_B):
+            yield self.pipelines[number], np.flatnonzero(number_B == number)
+
+    def _logprobs(self, pipeline: Pipeline, on_device: DeviceBatch) -> Tensor | None:
+        """Of all T tokens, as stored, so that a step taken again reads the same numbers also in float64."""
+        self._release(but=pipeline)
+        found = gather_tokens(pipeline.forward_only(on_device), on_device, self._mesh)
+        return None if found is None else found[0].to(torch.float32)
+
+    def _release(self, but: Pipeline | None = None) -> None:
+        for pipeline in self.pipelines:
+            for module in pipeline.modules if pipeline is not but else ():
+                module.release()
+
+    def _stored(self, batch: StepBatch) -> Tensor:
+        """Return what earlier steps have scored, NaN elsewhere: [T]."""
+        column = batch.rows.column("reference_logprobs")
+        known_T = np.full(len(batch.sequence_T), np.nan)
+        known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
+        return torch.from_numpy(known_T).to(self._device, self._dtype)
+
+
+def _by_sequence(logprobs_T: Tensor, sequences: IntArray, lengths: IntArray) -> Scores:
+    return dict(zip(sequences.tolist(), np.split(logprobs_T.cpu().numpy(), np.cumsum(lengths)[:-1]), strict=True))
+
+
+def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:
+    """Load the frozen models, each split like the policy, if the algorithm needs some; all ranks call it together."""
+    config = context.config.learner
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
+    if not context.config.algorithm.needs.reference:
+        return Reference((), mesh, device, dtype)
+    pipelines = []
+    for path in context.reference_paths:
+        chunks = load_chunks(path, "token", config, context.temperature, mesh, device, frozen=True)
+        if config.reference_offload == "cpu":
+            for chunk in chunks:
+                chunk.offload()
+        pipelines.append(Pipeline(chunks, mesh, config.schedule))
+    return Reference(pipelines, mesh, device, dtype, context.teacher_of_prompt)

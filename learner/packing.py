@@ -85,7 +85,7 @@ def micro_batches_asked(schedule: str, num_stages: int) -> tuple[int, int]:
 
     1F1B and fused passes take at least one per stage, schedules in rounds whole rounds of them.
     """
-    if schedule == "gpipe" or num_stages == 1:
+    if num_stages == 1:
         return 1, 1
     return num_stages, 1 if schedule in ("1f1b", "fused") else num_stages
 

@@ -199,10 +199,9 @@ def build_schedule(
         if several:
             return ScheduleLoopedBFS(list(stages), num_micro_batches, None, scale_grads=False)
         return ScheduleGPipe(stages[0], num_micro_batches, None, scale_grads=False)
-    if name in ("gpipe", "1f1b", "fused") or stages[0].num_stages == 1:
+    if name in ("1f1b", "fused") or stages[0].num_stages == 1:
         assert not several, f"the schedule {name} takes one chunk per stage"
-        single = ScheduleGPipe if name == "gpipe" else Schedule1F1B
-        return single(stages[0], num_micro_batches, loss, scale_grads=False)
+        return Schedule1F1B(stages[0], num_micro_batches, loss, scale_grads=False)
     multi = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
     return multi(list(stages), num_micro_batches, loss, scale_grads=False)
 

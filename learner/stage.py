@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from msgspec import structs
+from transformers import AutoConfig
 
 from buffer.client import Draw
 from buffer.errors import BufferError
@@ -31,11 +32,11 @@ from common.staleness import PolicyVersion, StaleTokens
 from common.user_input import UserFileError
 from learner.batch import StepBatch
 from learner.checkpoint import CheckpointFailed, Checkpoints
-from learner.checkpoint_meta import KEPT_CHECKPOINTS, TrainingProgress
+from learner.checkpoint_files import KEPT_CHECKPOINTS, TrainingProgress, write_shard
 from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
+from learner.decoders import cost_of
 from learner.device import device_of, settle
-from learner.export import write_shard
 from learner.mesh import (
     COLLECTIVE_TIMEOUT_S,
     Agreement,
@@ -48,8 +49,8 @@ from learner.mesh import (
     tells_of_fault,
     tells_of_loss,
 )
-from learner.networks import load_networks
-from learner.reference import build_reference, packing_rule
+from learner.networks import build_reference, load_networks
+from learner.packing import CostModel, PackingRule, micro_batches_asked
 from learner.report import BadBatches, BadSample, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import PUBLISH_TIMEOUT_S, open_sink
@@ -152,7 +153,7 @@ class Stage:
         self._train_step = TrainStep(
             self._networks, self._reference, context.config.algorithm, config, context.facts.seed
         )
-        self._packing = packing_rule(context)
+        self._packing = _packing_rule(context)
         self._checkpoints = Checkpoints(
             context.folder / "checkpoints",
             KEPT_CHECKPOINTS,
@@ -402,3 +403,17 @@ def _make_current(device: torch.device) -> None:
     """Make a device that of this thread: each has its own, and Ray calls a stage from several."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def _packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
+    config = context.config.learner
+    least, multiple = micro_batches_asked(config.schedule, config.num_stages)
+    return PackingRule(
+        config.token_budget,
+        num_replicas=config.num_replicas,
+        min_micro_batches=least,
+        multiple=multiple,
+        cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
+        unit=context.config.algorithm.needs.separable or "sequence",
+        num_stages=config.num_stages,
+    )

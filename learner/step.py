@@ -31,10 +31,9 @@ from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
 from learner.model import DeviceBatch
-from learner.networks import Gradient, Networks
+from learner.networks import Gradient, Networks, Reference, Scores
 from learner.optimizer import UpdateDecision, UpdateResult
 from learner.packing import MOST_EVALUATED, IntArray
-from learner.reference import Reference, Scores
 
 BetweenUpdates = Callable[[int], object]
 Metrics = dict[str, float | None]

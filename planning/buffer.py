@@ -17,8 +17,7 @@ from buffer.lengths import bucket_of
 from buffer.samplers import build
 from buffer.tables import Group, Waiting
 from planning.dispatch import POLICIES, Speeds
-from planning.length_model import LengthModel
-from planning.lengths import PromptStream
+from planning.lengths import LengthModel, PromptStream
 from planning.prompts import ByChance, Window, lag_budget_s, likely_tokens, window_size
 from planning.world import EnginePool, World
 

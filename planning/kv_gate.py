@@ -11,7 +11,7 @@ So what counts is what those that run, and the next one, are likely to hold t to
 
 b_i(t) are the blocks of a sample's context by then, and p_i(t) = P(L >= n_i + t | L > n_i) that it still runs, given
 the n_i tokens that it has made. L is as long as the last samples of this engine were, each beside what was foretold of
-its prompt (`planning.length_model`). What is not foretold is alike for samples of a prompt, as far as was seen, so that
+its prompt (`planning.lengths`). What is not foretold is alike for samples of a prompt, as far as was seen, so that
 they end together; and they have the whole blocks of their prompt in common.
 (Past-Future, arXiv 2507.10150, admits by the lengths of such a history.)
 """

@@ -22,12 +22,11 @@ from launch.errors import ConfigError, as_config_error
 from launch.gpus import Gpu, check_gpus, gpus_here, stage_need, too_small
 from launch.needs import MachineNeeds
 from launch.pools import WorkerPool, actor_pools, stage_pools
-from planning.bounds import bounds_of
-from planning.learner import LearnerShape
+from planning.costs import LearnerShape
 from planning.plans import SAMPLES, Candidate, Host, Keys, Prediction, as_overrides, engines_like, predict, world_of
 from planning.profile import Profile
 from planning.profiling import check_generates, shape_of
-from planning.search import Plan, Space, search
+from planning.search import Plan, Space, bounds_of, search
 from planning.world import EnginePool
 
 NUM_SIMULATED = 20

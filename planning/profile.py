@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from common.files import write_whole
-from planning.costs import TokenTime
-from planning.learner import LearnerShape, LearnerTime
+from planning.costs import LearnerShape, LearnerTime, TokenTime
 from planning.lengths import LengthLaw
 from planning.world import Costs
 
@@ -62,7 +61,7 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the learner."""
 
     terms: tuple[float, float, float, float]
-    """Of `planning.learner.LearnerTime`, seconds, without scores of a reference."""
+    """Of `planning.costs.LearnerTime`, seconds, without scores of a reference."""
     num_steps: int
     relative_error: float
     shape: LearnerShape

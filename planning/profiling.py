@@ -41,8 +41,7 @@ from launch.observe.status import RunStatus, StatusError, read_status
 from launch.observe.trace import read
 from launch.pools import actor_pools
 from launch.run_folder import WEIGHTS_KEY, RunFolder
-from planning.costs import Moments
-from planning.learner import NUM_TERMS, LearnerShape, terms
+from planning.costs import NUM_TERMS, LearnerShape, Moments, terms
 from planning.lengths import LengthLaw, explained_by_prompt
 from planning.profile import EngineCosts, LearnerCosts, MachineFacts, Profile, SampleFacts, WeightCosts
 from planning.world import Costs

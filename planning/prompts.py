@@ -46,7 +46,7 @@ from buffer.transaction import Table, Transaction
 from common.run import RunFacts
 from common.staleness import StalenessContract
 from planning.dispatch import POLICIES, Speeds
-from planning.length_model import LengthModel
+from planning.lengths import LengthModel
 
 log = logging.getLogger(__name__)
 

@@ -1,27 +1,35 @@
 """How long the answers to prompts will be that no group was seen of: what their tokens say, by those that were seen.
 
 Features are which tokens, pairs and triples of tokens a prompt has, hashed, its length, and its numeric columns. A
-ridge regression of what is known of prompts (`planning.length_model`) on these is what others are expected to be like,
-and what it leaves unexplained is how far they may be from that.
+ridge regression of what is known of prompts (`planning.lengths`) on these is what others are expected to be like,
+and what it leaves unexplained is how far they may be from that. `launch.processes.supervisor` loads RankerService for a
+run that dispatches by lengths.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
-from sklearn.linear_model import Ridge
 
 from actors.config import ActorSections
 from actors.tasks import Problem, load_encoded
 from buffer.client import BufferClient
 from buffer.schema import VISITS, read_stream
+from common.process import uncollected
 from common.run import RunContext
+from launch.checks import Plan
+from launch.config import Config
+from launch.processes.placement import PlacedProcess, PlacementGroup, here, spawn
+from launch.processes.role_process import MAX_RESTARTS, Notify, Restarts, Role, done, outcome
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +53,8 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LOOK_EVERY_S = 10.0
 _MORE = 1.25
 """Times the prompts that were known, after which it is fitted anew."""
+_NICE = 10
+"""The ranker takes what time the others leave."""
 
 
 class Expected(NamedTuple):
@@ -170,6 +180,8 @@ def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, vari
         means: of their own part of log tokens.
         variances: how sure that is.
     """
+    from sklearn.linear_model import Ridge  # a second, which the launcher need not wait
+
     if len(known) < FEWEST:
         return None
     rows = features.rows(known)
@@ -193,6 +205,8 @@ def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, vari
 
 def _error(rows: csr_matrix, means: Floats, weights: Floats, folds: npt.NDArray[np.int64], penalty: float) -> float:
     """Mean square of what a penalty leaves of prompts that it did not see."""
+    from sklearn.linear_model import Ridge
+
     squares = np.empty(len(means))
     for fold in range(FOLDS):
         others, these = folds != fold, folds == fold
@@ -204,3 +218,69 @@ def _error(rows: csr_matrix, means: Floats, weights: Floats, folds: npt.NDArray[
 def _is_number(problems: Sequence[Problem], name: str) -> bool:
     values = [each.columns.get(name) for each in problems]
     return all(isinstance(value, int | float) and abs(value) < _LARGEST for value in values)
+
+
+# --- its process --------------------------------------------------------------------------------------
+
+
+class RankerRole(Role):
+    """Hosts the ranker."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)
+        with uncollected():
+            import sklearn.linear_model  # noqa: F401 -- for `run`
+
+    def run(self, context: RunContext[ActorSections]) -> None:
+        """Load the prompts, and tell the buffer what to expect of them until it is killed."""
+        Ranker(context).run()
+
+
+class RankerService:
+    """The ranker: one process beside the services, which a run neither waits for nor ends with."""
+
+    def __init__(self, plan: Plan, notify: Notify) -> None:
+        """Start nothing yet."""
+        self._plan, self._notify = plan, notify
+        self.processes: list[PlacedProcess] = []
+
+    def start(self, context: RunContext[Config]) -> None:
+        """Start it; returns at once."""
+        self._context = context
+        log, restarts = self._plan.folder.log("ranker", 0), Restarts(MAX_RESTARTS)
+        process = PlacedProcess("ranker", 0, None, log, restarts, placement=PlacementGroup([], "the ranker"))
+        self.processes.append(process)
+        self._spawn(process)
+
+    def watch(self) -> None:
+        """Start it again if it died, up to `MAX_RESTARTS` times in a row."""
+        for process in self.processes:
+            if process.lost or not done(process.running):
+                continue
+            why = outcome(process.running) or "it ended"
+            process.kill()  # it may have failed without dying
+            if process.restarts.are_spent:
+                why = f"{why}; {process.see}"
+                process.lose(f"given up: {why}")
+                self._notify(
+                    "given_up", f"{process.name} is given up, and new prompts are all alike from now on: {why}"
+                )
+                continue
+            text = f"{process.name} died ({why}) and is started again; new prompts are all alike meanwhile"
+            self._notify("restart", text)
+            process.forget()
+            process.restarts.count()
+            self._spawn(process)
+
+    def stop(self) -> None:
+        """End it."""
+        for process in self.processes:
+            process.end()
+        self.processes = []
+
+    def _spawn(self, process: PlacedProcess) -> None:
+        variables = self._plan.config.launch.env
+        process.handle = spawn(RankerRole, process.log, on=here(), concurrency=2, variables=variables)
+        process.begin_work(process.handle.run.remote(self._context))

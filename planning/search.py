@@ -1,19 +1,44 @@
-"""Search: the plan that is best by the bounds, and among the best ones by simulation.
+"""Search: the plan that is best by the bounds on the rate of a run, which are closed forms, microseconds each.
 
 A plan is a choice for each of a few dimensions: how many actors a pool has, their slots, the shape of the learner, how
 often it publishes. Small spaces are enumerated; in large ones Metropolis chains walk, each from another place, ever
-colder. What learning depends on (groups, samples, the algorithm) is no dimension.
+colder. What learning depends on (groups, samples, the algorithm) is no dimension. The rate is at most, by each part:
+
+    generation   sum over engines of  1 / (E[L] * PTL(b, c) / b + prefill)         all slots full
+    training     samples of a step / (step with the scores of all its samples + what lies between two steps)
+    staleness    groups that may be outstanding * K / E[O]                          Little's law on admission
+
+Generation and staleness count a sample as often as `buffer.max_uses` lets it train.
+
+A group takes W: its longest sample, its commit, its own step, and with room for a single step also the way of the
+weights that it waits for. O is how long it takes up room. Where a step waits for the groups that would become stale,
+and where there is room for one step only, that is the longest W of a step. Where they are dropped, at a deadline D of
+max_lag + 1 steps, a prompt with long samples is issued again and again, and with q = P(W <= D | prompt)
+
+    E[O] = E[ E[W | W <= D, prompt] + D (1 / q - 1) ]       over prompts; the rate sets D, and the least D that has room
+
+This is what a long run comes to: at first no prompt has failed, and it is faster. Contexts c are as they are on average
+over time, where long samples are seen more often: E[L^2] / (2 E[L]) tokens of each completion.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
+from math import exp, inf, prod, sqrt
 from random import Random
+from statistics import NormalDist
+
+import numpy as np
+
+from common.staleness import StalenessContract
+from planning.kv_gate import MARGIN
+from planning.lengths import REACH, Floats, LengthLaw
+from planning.world import Bound, EnginePool, World
 
 Plan = tuple[int, ...]
 """For each dimension the place of its choice."""
@@ -25,6 +50,150 @@ NUM_CHAINS = 4
 COLDEST, WARMEST = 1e-5, 1e-1
 """Temperatures, as shares of the best score so far."""
 LIMIT_S = 8.0
+NUM_GROUPS = 4096
+NUM_LENGTHS, NUM_PROMPTS = 513, 65
+"""Of the grid that a law is looked at on."""
+NUM_LOADS = 3
+"""Times that the load of engines is reckoned with that of the time before; it changes little."""
+_DEVIATION = 0.5
+"""Of what a running sample holds of a cache, beside its mean; rough, and what is simulated knows better."""
+_PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for place in range(NUM_PROMPTS)])
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Trained samples per second."""
+
+    generation: float
+    training: float
+    staleness: float
+
+    @property
+    def rate(self) -> float:
+        return min(self.generation, self.training, self.staleness)
+
+    @property
+    def binds(self) -> Bound:
+        named: dict[Bound, float] = {
+            "training": self.training,
+            "generation": self.generation,
+            "staleness": self.staleness,
+        }
+        return min(named, key=lambda name: named[name])
+
+
+@dataclass(frozen=True)
+class LengthFigures:
+    """What follows from a law of lengths for groups of K."""
+
+    mean: float
+    at_a_moment: float
+    """Tokens that a running sample has made, mean over time."""
+    longest: Floats
+    """Tokens that the longest of a group may have, ascending; the others are of groups that are cut off there."""
+    within: Floats
+    """Share of the groups whose longest sample has at most so many."""
+    kept: Floats
+    """Mean of the longest sample of those."""
+    failed: Floats
+    """Groups of a prompt that are longer, before the first that is not; mean over prompts."""
+
+    def longest_of(self, num_groups: int) -> float:
+        """Mean of the longest sample of so many groups."""
+        return float(self.longest @ np.diff(self.within**num_groups, prepend=0.0))
+
+
+@lru_cache(maxsize=256)
+def figures_of(law: LengthLaw, group_size: int) -> LengthFigures:
+    """Of groups of a law; the same every time."""
+    random = np.random.default_rng(0)
+    prompts = random.standard_normal((NUM_GROUPS, 1))
+    lengths = law.lengths(prompts, random.standard_normal((NUM_GROUPS, group_size)))
+    mean = float(lengths.mean())
+    score_N = np.linspace(-REACH, REACH, NUM_LENGTHS)
+    longest_N = law.at(score_N)
+    within_PN = law.share_below(_PROMPT_SCORES[:, None], score_N) ** group_size
+    within_PN[:, -1] = 1.0  # there the law is cut
+    within_PN = np.maximum(1e-300, within_PN[:, np.searchsorted(longest_N, longest_N, side="right") - 1])
+    kept_PN = np.cumsum(np.diff(within_PN, axis=1, prepend=0.0) * longest_N, axis=1) / within_PN
+    return LengthFigures(
+        mean, float((lengths**2).mean()) / (2.0 * mean), longest_N, within_PN.mean(axis=0), kept_PN.mean(axis=0),
+        (1.0 / within_PN - 1.0).mean(axis=0),
+    )  # fmt: skip
+
+
+def engine_rate(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
+    """Samples per second of one engine whose slots are full."""
+    running = _running(pool, lengths, prompt_tokens, longest)
+    sample_s = lengths.mean * step_s(pool, lengths, prompt_tokens, longest) / running
+    return 1.0 / (sample_s + pool.law.per_prompt_token * prompt_tokens)
+
+
+def step_s(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float, load: float = 1.0) -> float:
+    """Seconds of a step of one of its engines with this share of its slots in use."""
+    running = max(1.0, load * _running(pool, lengths, prompt_tokens, longest))
+    return pool.law.seconds(running, running * (prompt_tokens + lengths.at_a_moment))
+
+
+def _running(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
+    """Samples that an engine runs at most: its slots, or what `KvGate` finds its cache likely to hold.
+
+    That is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
+    """
+    if pool.kv_tokens == inf or pool.config.admission == "slots":
+        return float(pool.config.max_running_samples)
+    free = MARGIN * _DEVIATION / 2.0
+    likely = (sqrt(free**2 + pool.kv_tokens / (prompt_tokens + lengths.at_a_moment)) - free) ** 2
+    sure = pool.kv_tokens / (prompt_tokens + longest)
+    return max(1.0, min(float(pool.config.max_running_samples), max(sure, likely)))
+
+
+def bounds_of(world: World, mean_step_s: float) -> Bounds:
+    """All bounds of a run, whose steps take so long on average."""
+    contract, costs, group_size = world.contract, world.costs, world.group_size
+    lengths, longest = figures_of(world.lengths, group_size), world.lengths.longest
+    rates = [pool.count * engine_rate(pool, lengths, world.prompt_tokens, longest) for pool in world.pools]
+    generation = sum(rates)
+    per_step = contract.groups_per_step * group_size
+    turn_s = mean_step_s + costs.between_steps_s
+    uses = inf if world.buffer.max_uses == "unlimited" else world.buffer.max_uses
+    turn_s += world.score_token_s * per_step / uses * (world.prompt_tokens + lengths.mean)  # each sample's first use
+    if contract.bound() is None and world.buffer.replays:  # what waits to be used again is not outstanding
+        return Bounds(uses * generation, per_step / turn_s, inf)
+    rest_s = costs.reward_s + mean_step_s
+    if contract.capacity() <= contract.groups_per_step:
+        rest_s += costs.publish_s + costs.fetch_s + costs.pause_s
+    staleness, load = 0.0, 1.0
+    for _ in range(NUM_LOADS):  # engines that wait for admission are faster, for they run fewer samples
+        steps_s = [step_s(pool, lengths, world.prompt_tokens, longest, load) for pool in world.pools]
+        # an engine has as many of the groups as it makes of the samples
+        token_s = sum(rate * seconds for rate, seconds in zip(rates, steps_s, strict=True)) / generation
+        staleness = group_size * staleness_rate(contract, lengths, token_s, rest_s)
+        load = min(1.0, staleness / generation)
+    return Bounds(uses * generation, per_step / turn_s, uses * staleness)
+
+
+def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s: float, rest_s: float) -> float:
+    """Trained groups per second, where engines have room for every group that is admitted.
+
+    Args:
+        contract: of the run.
+        lengths: of the groups.
+        token_s: of an engine, for a token of all its samples.
+        rest_s: of a group, beside its tokens.
+    """
+    capacity, per_step, bound = contract.capacity(), contract.groups_per_step, contract.bound()
+    if bound is None or contract.config.on_stale == "wait" or capacity <= per_step:
+        return capacity / (lengths.longest_of(1 if bound is None else per_step) * token_s + rest_s)
+    deadline_groups = (bound // contract.updates_per_step + 1) * per_step
+    group_N = lengths.longest * token_s + rest_s
+    # a deadline between two lengths drops as many groups as at the first: D as small as it has room there
+    deadline_N = (lengths.kept * token_s + rest_s + group_N * lengths.failed) * deadline_groups / capacity
+    first = int(np.argmax(deadline_N <= np.append(group_N[1:], inf)))
+    return deadline_groups / float(max(group_N[first], deadline_N[first]))
+
+
+# --- search -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -35,7 +204,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        return math.prod(len(choices) for choices in self.dimensions.values())
+        return prod(len(choices) for choices in self.dimensions.values())
 
     def all(self) -> Iterable[Plan]:
         return product(*(range(len(choices)) for choices in self.dimensions.values()))
@@ -44,38 +213,10 @@ class Space:
         return {name: choices[place] for (name, choices), place in zip(self.dimensions.items(), plan, strict=True)}
 
 
-@dataclass
-class Best:
-    """The best plans that were seen, each once."""
-
-    num: int
-    _heap: list[tuple[float, Plan]] = field(default_factory=list)
-    _seen: set[Plan] = field(default_factory=set)
-
-    def see(self, plan: Plan, score: float) -> None:
-        if score == -math.inf or plan in self._seen:
-            return
-        if len(self._heap) < self.num:
-            heapq.heappush(self._heap, (score, plan))
-            self._seen.add(plan)
-        elif score > self._heap[0][0]:
-            _, gone = heapq.heapreplace(self._heap, (score, plan))
-            self._seen.discard(gone)
-            self._seen.add(plan)
-
-    @property
-    def plans(self) -> list[tuple[Plan, float]]:
-        """Best first; of equal ones the first in order."""
-        return [(plan, score) for score, plan in sorted(self._heap, key=lambda each: (-each[0], each[1]))]
-
-
 def search(space: Space, score: Score, num_best: int = 20, *, seed: int = 0) -> list[tuple[Plan, float]]:
     """The best plans with their scores, best first; none where no plan can be."""
     if space.size <= MOST_ENUMERATED:
-        best = Best(num_best)
-        for plan in space.all():
-            best.see(plan, score(plan))
-        return best.plans
+        return _best({plan: score(plan) for plan in space.all()}, num_best)
     return metropolis(space, score, num_best, seed=seed)
 
 
@@ -86,14 +227,13 @@ def metropolis(
 
     A move changes one or two dimensions, mostly to a neighbour. What cannot be scores -inf and is never entered.
     """
-    best, until_s = Best(num_best), time.monotonic() + limit_s
+    until_s = time.monotonic() + limit_s
     sizes = [len(choices) for choices in space.dimensions.values()]
     known: dict[Plan, float] = {}
 
     def scored(plan: Plan) -> float:
         if plan not in known:
             known[plan] = score(plan)
-            best.see(plan, known[plan])
         return known[plan]
 
     for chain in range(NUM_CHAINS):
@@ -108,9 +248,15 @@ def metropolis(
             top = max(top, there)
             share = move * NUM_CHAINS / num_moves
             heat = WARMEST * (COLDEST / WARMEST) ** share * max(abs(top), 1e-300)
-            if there >= here or (there > -math.inf and random.random() < math.exp((there - here) / heat)):
+            if there >= here or (there > -inf and random.random() < exp((there - here) / heat)):
                 at = next_at
-    return best.plans
+    return _best(known, num_best)
+
+
+def _best(scores: Mapping[Plan, float], num: int) -> list[tuple[Plan, float]]:
+    """Best first; of equal ones the first in order."""
+    found = heapq.nsmallest(num, ((-score, plan) for plan, score in scores.items() if score > -inf))
+    return [(plan, -score) for score, plan in found]
 
 
 def _any(sizes: Sequence[int], random: Random) -> Plan:

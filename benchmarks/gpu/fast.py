@@ -266,7 +266,7 @@ def offloaded(place: Place, shape: str = "1.5B") -> None:
     batches = [pack([row.token_ids], [row.prompt_length], rule) for row in place.rows(shape, 4, seed=1)]
     reference = place.reference(shape)
     size = sum(each.nbytes for each in reference.parameters())
-    reference.offload("cpu", place.folder / "offload")
+    reference.offload()
     taken = []
     for packed in batches:
         batch = DeviceBatch(packed, place.device)

@@ -41,11 +41,10 @@ from learner.batch import StepBatch
 from learner.coordinator import Channel, Kind
 from learner.mesh import Agreement, Mesh, MeshPlace, join_group, tells_of_loss
 from learner.model import StageModule
-from learner.networks import Network, Networks, load_chunks
+from learner.networks import Network, Networks, Reference, load_chunks
 from learner.optimizer import UpdateDecision, UpdateResult
 from learner.packing import IntArray, PackingRule
 from learner.products import LogitRule, token_logprobs
-from learner.reference import Reference
 from learner.step import TrainStep
 
 PACKAGES = (

@@ -26,8 +26,7 @@ from benchmarks.lib.rounds import median_ratio
 from learner.config import stage_of
 from learner.mesh import Mesh
 from learner.pipeline import Pipeline
-from planning.fused import FusedPasses
-from planning.orders import Work, find_order
+from planning.fused import FusedPasses, Work, find_order
 
 WORK = (Work(1.0, 2.0), Work(1.0, 2.0))
 

@@ -22,13 +22,13 @@ from benchmarks.learner_parts.spot import Figures, Spot
 from learner.decoders import StageShare
 from learner.mesh import Mesh
 from learner.pipeline import Pipeline
-from planning.learner import bubble_in_micro_batches
+from planning.costs import bubble_in_micro_batches
 
 NUM_MICRO_BATCHES = 8
 WIDTH, HIDDEN = 4, 8
 UNIT_S = 0.05
 """Sleep of a stage's forward, of its backward for inputs, and of its backward for weights, each."""
-CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2))
+CASES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 """Schedule and chunks per stage."""
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from actors.tasks.task import Problem
 from buffer.tables import Waiting
 from planning.dispatch import ByDeadline, Speeds
-from planning.length_model import LengthModel
+from planning.lengths import LengthModel
 from planning.prompts import Window, window_size
 from planning.ranking import Features, expect
 

@@ -18,7 +18,7 @@ from benchmarks.lengths_parts.made_up import LONG, recall
 from benchmarks.lib.machine import smollm2
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
-from planning.length_model import LengthModel
+from planning.lengths import LengthModel
 from planning.ranking import Features, expect
 
 TASKS = ("chain_sum", "spell_backward", "letter_counting", "word_sorting")

@@ -17,10 +17,9 @@ from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.networks import load_chunks, load_networks
+from learner.networks import Reference, load_chunks, load_networks
 from learner.packing import PackingRule, micro_batches_asked
 from learner.pipeline import Pipeline
-from learner.reference import Reference
 from learner.step import StepResult, TrainStep
 
 GROUP_SIZE = 8

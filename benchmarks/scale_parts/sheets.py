@@ -17,8 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from planning.costs import Moments, TokenTime
-from planning.learner import LearnerShape, LearnerTime
+from planning.costs import LearnerShape, LearnerTime, Moments, TokenTime
 from planning.world import Costs
 
 READS, COMPUTES, TRAINS = 0.8, 0.6, 0.4

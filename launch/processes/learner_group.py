@@ -36,7 +36,7 @@ from launch.processes.role_process import (
     reason,
     results,
 )
-from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
+from learner.checkpoint_files import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import GpuFailed, StageLost

@@ -39,7 +39,7 @@ LOCAL_PLACEMENT_S = 15.0
 """Timeout of a worker's wait for resources of this machine alone."""
 PATIENCE_S = 0.2
 """Timeout of a poll's answer; a later one is taken at the next poll."""
-RANKER = "planning.ranker_service:RankerService"
+RANKER = "planning.ranking:RankerService"
 
 
 class RankerHost(Protocol):

@@ -33,7 +33,7 @@ from buffer import protocol as p
 from buffer.offline.inspect import Inspection, check_store
 from buffer.offline.sample_file import export
 from launch.observe.trace import read
-from learner.checkpoint_meta import steps_in
+from learner.checkpoint_files import steps_in
 from tests.constants import environment
 from tests.full import FULL
 from tests.world.command import leeway_here

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from algorithms.registry import AlgorithmConfig
 from common.run import RunContext
-from learner import checkpoint_meta, coordinator, optimizer
+from learner import checkpoint_files, coordinator, optimizer
 from learner import stage as stage_file
 from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
@@ -109,7 +109,7 @@ def without_moments(_rank: int, _value: object) -> None:
 
 def without_checksums(_rank: int, _value: object) -> None:
     """Believe every file of a checkpoint."""
-    checkpoint_meta.CheckpointMeta.check = lambda *_: None
+    checkpoint_files.CheckpointMeta.check = lambda *_: None
 
 
 def without_heartbeats(_rank: int, _value: object) -> None:

@@ -46,7 +46,6 @@ FAMILIES = {
     "gemma2": Gemma2Config(**SHAPE, sliding_window=8, query_pre_attn_scalar=4),
 }
 SCHEDULES = {
-    "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved_1f1b", "num_chunks": 2},
     "zero_bubble": {"schedule": "zero_bubble"},

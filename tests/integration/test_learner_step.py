@@ -33,8 +33,8 @@ ONE = {"learning_rate": 1e-2, "max_grad_norm": 0.05}
 SEVERAL = {**ONE, "num_minibatches": 2, "num_epochs": 2, "lr_schedule": "linear", "num_steps": 3}
 CASES = {
     "balance": Case("tied", LearnerConfig(**ONE, schedule="1f1b"), TrajectoryBalanceConfig()),
-    "dpo": Case("untied", LearnerConfig(**ONE, schedule="gpipe"), OnlineDPOConfig()),
-    "ppo": Case("tied", LearnerConfig(**ONE, schedule="gpipe"), OffPolicyPPOConfig(kl_beta=0.1)),
+    "dpo": Case("untied", LearnerConfig(**ONE), OnlineDPOConfig()),
+    "ppo": Case("tied", LearnerConfig(**ONE), OffPolicyPPOConfig(kl_beta=0.1)),
     "ppo-several": Case("untied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(corrections=("token_tis",))),
     "interpolated": Case("tied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(proximal="interpolated")),
     "interpolated-shaped": Case(

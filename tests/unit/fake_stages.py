@@ -12,7 +12,7 @@ from launch.checks import check
 from launch.config import load_config
 from launch.processes import learner_group as group_module
 from launch.processes.learner_group import LearnerGroup
-from learner.checkpoint_meta import META_NAME, CheckpointMeta, TrainingProgress
+from learner.checkpoint_files import META_NAME, CheckpointMeta, TrainingProgress
 from learner.mesh import StageLost
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"

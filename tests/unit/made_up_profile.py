@@ -6,7 +6,7 @@ import msgspec
 
 from benchmarks.lib.lengths import lognormal
 from launch.config import load_config
-from planning.learner import LearnerShape
+from planning.costs import LearnerShape
 from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 from planning.profiling import machine_here, model_of, settings_of, settings_of_engine
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from actors.tasks.task import Problem
-from planning.length_model import LengthModel
+from planning.lengths import LengthModel
 from planning.ranking import FEWEST, Features, expect
 
 CLASSES, NUM_PROMPTS, NUM_KNOWN, K = 16, 2_000, 1_000, 8

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from buffer.tables import Shape, Visit
-from planning import length_model
-from planning.length_model import LengthModel
+from planning import lengths
+from planning.lengths import LengthModel
 
 K, NUM_PROMPTS = 8, 1_500
 SPREAD, NOISE, LEVEL = 0.52, 0.28, math.log(200)
@@ -152,9 +152,9 @@ def test_each_prompt_may_have_a_group_of_its_own_size():
 
 
 def test_a_new_size_of_a_group_keeps_the_service_for_some_milliseconds():
-    length_model._scores_of_longest.cache_clear()
+    lengths._scores_of_longest.cache_clear()
     began_s = time.process_time()
-    scores = [length_model._scores_of_longest(size)[0] for size in range(1, 41)]
+    scores = [lengths._scores_of_longest(size)[0] for size in range(1, 41)]
     assert time.process_time() - began_s < 0.4
     assert scores == pytest.approx([NormalDist().inv_cdf(0.9 ** (1 / size)) for size in range(1, 41)], abs=1e-4)
 

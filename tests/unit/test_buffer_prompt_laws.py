@@ -15,8 +15,7 @@ from buffer.groups import order_of
 from buffer.tables import Shape, Tries
 from planning import prompts as laws
 from planning.buffer import SimulatedPrompts
-from planning.length_model import LengthModel
-from planning.lengths import PromptStream
+from planning.lengths import LengthModel, PromptStream
 from planning.prompts import FLOOR, ByChance, EpochOrder, SuccessModel
 from tests.unit.test_planning_simulator import world
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory

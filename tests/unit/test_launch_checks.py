@@ -373,9 +373,9 @@ def test_a_folder_whose_modules_would_take_the_place_of_ours_is_refused(capsys, 
 
 
 def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):
-    overrides = ["--learner.num_replicas", "3", "--learner.num_stages", "1", "--learner.schedule", "gpipe"]
+    overrides = ["--learner.num_replicas", "3", "--learner.num_stages", "1"]
     assert main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", *overrides]) == OK
-    assert "learner    3 replicas of 1 stage, schedule gpipe; 120 steps" in capsys.readouterr().out
+    assert "learner    3 replicas of 1 stage, schedule 1f1b; 120 steps" in capsys.readouterr().out
 
 
 def test_a_dry_run_says_which_layers_a_stage_has_and_what_part_of_the_cost(capsys, tmp_path):

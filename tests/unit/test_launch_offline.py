@@ -15,7 +15,7 @@ from launch.errors import ConfigError, ExitStatus
 from launch.offline import fill_buffer
 from launch.resume import resume
 from launch.run_folder import RunIdentity, claimed
-from learner.checkpoint_meta import CheckpointMeta, TrainingProgress
+from learner.checkpoint_files import CheckpointMeta, TrainingProgress
 from tests.unit.made_up_run import context
 from tests.world.command import leeway_here
 

@@ -24,8 +24,7 @@ from launch.run_folder import RunFolder
 from learner.packing import CostModel, pack
 from planning import planner as planning
 from planning import plans, profiling
-from planning.costs import Moments
-from planning.learner import LearnerTime
+from planning.costs import LearnerTime, Moments
 from planning.lengths import PromptStream
 from planning.planner import Planner
 from planning.plans import Host, predict, read_hosts, read_plan, world_of

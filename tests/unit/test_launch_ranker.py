@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from launch.processes import role_process, supervisor
-from planning import ranker_service
+from planning import ranking
 from tests.unit.made_up_run import context, plan
 
 TWO_POOLS = ("--pools.slow.role", "actors", "--pools.slow.count", "1", "--pools.fast.role", "actors")
@@ -22,11 +22,11 @@ def world(monkeypatch):
         seen.started += 1
         return SimpleNamespace(run=SimpleNamespace(remote=lambda _, number=seen.started - 1: number))
 
-    monkeypatch.setattr(ranker_service, "spawn", spawn)
-    monkeypatch.setattr(ranker_service, "here", lambda: None)
-    for module in (ranker_service, role_process):
+    monkeypatch.setattr(ranking, "spawn", spawn)
+    monkeypatch.setattr(ranking, "here", lambda: None)
+    for module in (ranking, role_process):
         monkeypatch.setattr(module, "done", lambda call: call in seen.dead)
-    monkeypatch.setattr(ranker_service, "outcome", lambda _: "it was killed")
+    monkeypatch.setattr(ranking, "outcome", lambda _: "it was killed")
     monkeypatch.setattr(ray, "kill", lambda *_, **__: None)
     return seen
 
@@ -55,7 +55,7 @@ def test_a_run_has_a_ranker_where_lengths_may_decide_who_gets_a_prompt(world, tm
 
 
 def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_often(world, tmp_path, monkeypatch):
-    monkeypatch.setattr("planning.ranker_service.MAX_RESTARTS", 1)
+    monkeypatch.setattr("planning.ranking.MAX_RESTARTS", 1)
     found = start(world, tmp_path / "run", *BY_DEADLINE)
     (process,) = found.processes
     world.dead = {0}

@@ -242,8 +242,8 @@ def test_a_buffer_of_another_run_is_refused(folder):
 
 
 def test_a_finished_run_asks_for_more_steps(folder):
-    from learner.checkpoint_meta import CheckpointMeta
-    from learner.checkpoint_meta import TrainingProgress as Reached
+    from learner.checkpoint_files import CheckpointMeta
+    from learner.checkpoint_files import TrainingProgress as Reached
 
     step = folder.checkpoints / "step-00000120"
     step.mkdir()

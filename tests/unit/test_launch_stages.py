@@ -9,7 +9,7 @@ from common.process import threads_of
 from common.run import STARTUP_S
 from launch.processes.learner_group import GRACE_S, StagePoll
 from launch.processes.role_process import RunFailed
-from learner.checkpoint_meta import META_NAME, TrainingProgress, newest_progress, steps_in
+from learner.checkpoint_files import META_NAME, TrainingProgress, newest_progress, steps_in
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import GpuFailed
 from tests.unit.fake_stages import Learner, Rank, lost, raised, write_checkpoint

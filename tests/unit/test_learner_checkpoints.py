@@ -23,7 +23,7 @@ from common.hf_folder import model_identity
 from learner import checkpoint as checkpoint_file
 from learner.batch import Leaves
 from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress, live_tensors
-from learner.checkpoint_meta import META_NAME, CheckpointMeta, DamagedCheckpoint
+from learner.checkpoint_files import META_NAME, CheckpointMeta, DamagedCheckpoint
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace, StageLost
 from learner.networks import Networks
@@ -119,7 +119,7 @@ def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoin
 
 def take_step(networks: Networks, seed: int) -> None:
     place = networks.mesh.place
-    least, multiple = micro_batches_asked("interleaved_1f1b" if place.num_stages > 1 else "gpipe", place.num_stages)
+    least, multiple = micro_batches_asked("interleaved_1f1b", place.num_stages)
     rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
     batch = networks.on_device(build(make_rows(seed), **rule).packed)
     leaves = networks.forward_only(batch)

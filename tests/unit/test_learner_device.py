@@ -204,7 +204,7 @@ def test_a_critic_model_is_counted_on_the_layers_that_its_own_split_gives_a_stag
 
 
 @pytest.mark.parametrize(
-    ("schedule", "in_flight"), [("gpipe", 32), ("1f1b", 4), ("interleaved_1f1b", 6), ("zero_bubble", 4), ("fused", 5)]
+    ("schedule", "in_flight"), [("1f1b", 4), ("interleaved_1f1b", 6), ("zero_bubble", 4), ("fused", 5)]
 )
 def test_a_schedule_holds_as_many_micro_batches_as_it_says(schedule, in_flight):
     config = LearnerConfig(num_stages=4, num_chunks=2 if schedule == "interleaved_1f1b" else 1, schedule=schedule)

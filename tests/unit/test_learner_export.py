@@ -6,8 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.hf_folder import model_identity
-from learner.checkpoint_meta import DamagedCheckpoint
-from learner.export import export_checkpoint
+from learner.checkpoint_files import DamagedCheckpoint, export_checkpoint
 from tests.unit.test_learner_checkpoints import (
     BALANCE,
     CRITIC_HEAD,

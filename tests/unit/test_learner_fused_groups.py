@@ -12,7 +12,7 @@ import torch
 from learner.config import stage_of
 from learner.mesh import MeshPlace
 from planning import fused
-from planning.orders import NUM_NETWORKS, Work, find_order
+from planning.fused import NUM_NETWORKS, Work, find_order
 
 M = 8
 WORK = (Work(1.0, 2.0), Work(0.75, 1.5))

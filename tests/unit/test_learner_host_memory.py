@@ -86,7 +86,7 @@ def test_a_frozen_stage_of_a_gpu_waits_in_pinned_memory_and_comes_back_without_a
     cuda = Cuda(monkeypatch)
     stage = load(Model("llama", False).save(tmp_path), dtype=torch.bfloat16).requires_grad_(False)
     weights = {name: weight.detach().clone() for name, weight in stage.named_parameters()}
-    offload = Offload(stage, torch.device("cuda"), "cpu", tmp_path / "no file")
+    offload = Offload(stage, torch.device("cuda"))
     offload.release()
     assert all(parameter.is_meta for parameter in stage.parameters())
     (size,) = cuda.pinned.values()

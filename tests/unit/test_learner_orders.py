@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from learner.config import default_most_held, stage_of
 from planning import orders
-from planning.orders import Order, Work, find_order, shortest_possible
+from planning.fused import Order, Work, find_order, shortest_possible
 
 
 def works(share: float, passes: float = 2.0) -> tuple[Work, Work]:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.lib.lengths import constant, lognormal
 from common.staleness import StalenessContract
-from planning.bounds import bounds_of, figures_of
+from planning.search import bounds_of, figures_of
 from planning.simulator import Simulation
 from planning.world import Costs
 from tests.unit.test_planning_simulator import LAW, LONG_TAIL, G, K, world

@@ -75,4 +75,4 @@ for number, wants in enumerate((False, True), 1):
     buffer.ask(p.LeaseRequest(actor.name, 1, number, 1, wants_lengths=wants), p.LeaseGrant)
     print(sorted(name for name in sys.modules if name.startswith("planning.")))
 """
-    assert printed(shown) == ["[]", "['planning.dispatch', 'planning.length_model', 'planning.prompts']"]
+    assert printed(shown) == ["[]", "['planning.dispatch', 'planning.lengths', 'planning.prompts']"]

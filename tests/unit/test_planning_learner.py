@@ -5,9 +5,8 @@ import pytest
 
 from learner import step as learner_step
 from learner.packing import CostModel, pack
-from planning import learner as planning
-from planning.costs import Moments
-from planning.learner import LearnerShape, LearnerTime, bubble_in_micro_batches, terms
+from planning import costs as planning
+from planning.costs import LearnerShape, LearnerTime, Moments, bubble_in_micro_batches, terms
 
 
 def one_forward_one_backward(num_stages, num_micro_batches, forward_s, backward_s):
@@ -49,7 +48,7 @@ def test_1f1b_takes_as_long_as_its_schedule(num_stages, num_micro_batches):
 
 def test_bubbles_of_the_other_schedules():
     """Against torch's own tables they are held in tests/unit/test_benchmarks_learner.py."""
-    assert bubble_in_micro_batches("gpipe", 4, 1) == 3
+    assert bubble_in_micro_batches("1f1b", 4, 1) == 3
     assert bubble_in_micro_batches("interleaved_1f1b", 4, 2) == 1.5
     assert bubble_in_micro_batches("zero_bubble", 4, 1) == 1
 

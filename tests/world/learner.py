@@ -33,9 +33,8 @@ from learner import attention
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
-from learner.networks import Networks, load_networks
+from learner.networks import Networks, Reference, build_reference, load_networks
 from learner.packing import PackingRule, micro_batches_asked
-from learner.reference import Reference, build_reference
 from learner.step import TrainStep
 from tests.world.forks import FORKS
 from tests.world.run_context import run_context, run_facts
