@@ -11,7 +11,7 @@ from common.user_input import Knob, Reference
 
 PolicyName = Literal["in_order", "longest_first", "by_deadline"]
 LawName = Literal["epoch", "uniform", "posterior"]
-RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
+RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised"] | Reference
 SamplerName = Literal["on_policy_share"] | RestSampler
 
 MAX_MESSAGE_MIB = 64
@@ -30,7 +30,7 @@ class BufferConfig(BaseModel):
     sampler: SamplerName = Knob(
         "fifo",
         "Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "
-        "'reward_softmax', 'uniform', 'prioritised' by spread of reward and age, 'length_balanced' from every length, "
+        "'reward_softmax', 'uniform', 'prioritised' by spread of reward and age, "
         "or FILE.py:NAME: a sampler of yours, or a function that gives a group's log-weight.",
         basic=True,
     )
@@ -86,7 +86,6 @@ class BufferConfig(BaseModel):
     @model_validator(mode="after")
     def _knobs_must_agree(self) -> BufferConfig:
         chosen = self.replay_sampler if self.sampler == "on_policy_share" else self.sampler
-        in_order = chosen in ("fifo", "length_balanced")
         where = f"replay_sampler = '{chosen}'" if self.sampler == "on_policy_share" else f"sampler = '{chosen}'"
         if self.replay_steps is not None and self.max_uses in (1, "unlimited"):
             raise ValueError(
@@ -94,7 +93,7 @@ class BufferConfig(BaseModel):
                 f"{self.max_uses} {'none is used twice' if self.max_uses == 1 else 'none ever is'}: give max_uses a "
                 "number above 1, or leave replay_steps out"
             )
-        if self.max_uses == "unlimited" and in_order:
+        if self.max_uses == "unlimited" and chosen == "fifo":
             raise ValueError(
                 f"max_uses = 'unlimited' with {where} would draw the same oldest groups at every step: give max_uses "
                 "a number, or choose 'uniform', 'reward_softmax' or 'prioritised'"

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.config import BufferConfig
-from buffer.lengths import bucket_of
 from buffer.tables import Group, StoreState
 from buffer.transaction import Transaction
 
@@ -58,7 +57,6 @@ class Place(NamedTuple):
     prompt_id: int = 0
     """From here on: of ready groups alone."""
     uses: int = 0
-    bucket: int = 0
     log_weight: float = 0.0
     is_uninformative: bool = False
     """Its rewards are all equal, and such groups are set aside."""
@@ -89,8 +87,6 @@ class GroupIndex:
         """Ready groups of equal rewards, by age; empty if none are set aside."""
         self.num_unused = 0
         """Ready groups that no step has used."""
-        self.strata: defaultdict[int, list[ReadyGroup]] = defaultdict(list)
-        """Ready groups of each length bucket, by age."""
         self._by_prompt: defaultdict[int, list[int]] = defaultdict(list)
         """Ready groups of each prompt, by their lease."""
         self._weights = Weights()
@@ -128,9 +124,6 @@ class GroupIndex:
     def by_weight(self, num: int, random: np.random.Generator, taken: AbstractSet[int]) -> list[int]:
         return self._weights.choose(num, random, taken)
 
-    def bucket(self, group_id: int) -> int:
-        return self._places[group_id].bucket
-
     def same_prompt(self, group_id: int) -> Iterator[int]:
         """The ready groups of a ready group's prompt, those leased last first."""
         return reversed(self._by_prompt[self._places[group_id].prompt_id])
@@ -155,7 +148,6 @@ class GroupIndex:
             ready=ReadyGroup(oldest, group.group_id),
             prompt_id=group.prompt_id,
             uses=group.uses,
-            bucket=bucket_of(group.mean_completion),
             log_weight=0.0 if self._weight is None else self._weight(group, oldest),
             is_uninformative=self._sets_aside and group.is_uninformative,
         )
@@ -192,13 +184,10 @@ class GroupIndex:
                 # one that weighs nothing is drawn last: were it never drawn, enough of them would stop every lease
                 log_weight = max(place.log_weight, -LOG_WEIGHT_LIMIT)
                 self._weights.put(group_id, log_weight if sign > 0 else -np.inf)
-            for lists, key, entry in (
-                (self.strata, place.bucket, place.ready),
-                (self._by_prompt, place.prompt_id, group_id),
-            ):
-                change(lists[key], entry)
-                if not lists[key]:
-                    del lists[key]
+            same_prompt = self._by_prompt[place.prompt_id]
+            change(same_prompt, group_id)
+            if not same_prompt:
+                del self._by_prompt[place.prompt_id]
 
 
 class Weights:

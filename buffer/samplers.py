@@ -3,11 +3,10 @@
 A sampler is a frozen object with one method. It sees the eligible groups in the index, reads no row, and uses only the
 generator it is given, so that a draw can be repeated.
 
-    Fifo            the oldest tokens first
-    Weighted        by chance, in proportion to a weight: `uniform`, `reward_softmax` or `prioritised`
-    LengthBalanced  from every length in proportion to how many there are, oldest first within it
-    OnPolicyShare   a share of the newest tokens, the rest by another sampler
-    FromFile        what a sampler of a user's takes, which is checked
+    Fifo           the oldest tokens first
+    Weighted       by chance, in proportion to a weight: `uniform`, `reward_softmax` or `prioritised`
+    OnPolicyShare  a share of the newest tokens, the rest by another sampler
+    FromFile       what a sampler of a user's takes, which is checked
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import count, islice
@@ -41,8 +40,6 @@ EPSILON = 0.01
 TAU = 8.0
 """Of `prioritised`: versions after which the weight of a group has fallen by e."""
 NOTHING: frozenset[int] = frozenset()
-_FINENESS = 2**32
-"""Parts into which `systematic_shares` divides the distance of two marks."""
 
 
 class Sampler(Protocol):
@@ -84,24 +81,6 @@ class Weighted:
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         return candidates.by_weight(num_groups, random, taken)
-
-
-@dataclass(frozen=True)
-class LengthBalanced:
-    """From every length bucket in proportion to the groups that wait in it, so that no length starves.
-
-    Shares are whole numbers; systematic sampling with a random start makes each right on average.
-    """
-
-    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
-        counts = Counter({bucket: len(groups) for bucket, groups in candidates.strata.items()})
-        counts.subtract(candidates.bucket(group_id) for group_id in taken)
-        shares = systematic_shares(counts, num_groups, float(random.random()))
-        return [
-            group_id
-            for bucket, share in shares.items()
-            for group_id in _first(share, (key.group_id for key in candidates.strata[bucket]), taken)
-        ]
 
 
 @dataclass(frozen=True)
@@ -207,39 +186,14 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
     """Return the sampler of the configuration, and its weight; UserFileError if a user's file has none."""
     key = "replay_sampler" if config.sampler == "on_policy_share" else "sampler"
     name = getattr(config, key)
-    weights = {
-        "uniform": uniform,
-        "reward_softmax": reward_softmax,
-        "prioritised": prioritised,
-    }
-    in_order: dict[str, Sampler] = {"fifo": Fifo(), "length_balanced": LengthBalanced()}
+    sampler: Sampler | None = Fifo() if name == "fifo" else None
+    weight: Weight | None = {"uniform": uniform, "reward_softmax": reward_softmax, "prioritised": prioritised}.get(name)
     if is_reference(name):
         sampler, weight = from_file(key, name)
-    else:
-        sampler, weight = in_order.get(name), weights.get(name)
     sampler = sampler or Weighted()
     if config.sampler == "on_policy_share":
         sampler = OnPolicyShare(config.on_policy_share, sampler)
     return sampler, weight
-
-
-def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict[int, int]:
-    """Divide `num` among strata in proportion to their counts, none getting more than it has.
-
-    `start`, in [0, 1), is where on the line of all counts the first of `num` even marks lies, in their spacing.
-    """
-    total = sum(counts.values())
-    num = min(num, total)
-    offset = int(start * _FINENESS)  # whole numbers throughout: a rounded mark could fall into the next stratum
-    shares: dict[int, int] = {}
-    marks = below = 0
-    for stratum in sorted(counts):
-        below += counts[stratum]
-        # Mark i lies at (start + i) * total / num: count those below the end of this stratum.
-        passed = -((offset * total - below * num * _FINENESS) // (total * _FINENESS)) if total else 0
-        shares[stratum] = passed - marks
-        marks = passed
-    return shares
 
 
 def _first(num: int, ids: Iterable[int], taken: Ids) -> list[int]:

@@ -421,7 +421,7 @@ class Steps:
             return
         if fidelity.warned_at < 0 or not 0 <= state.step - fidelity.warned_at < WARN_EVERY_STEPS:
             fidelity.warned_at = state.step
-            remedy = "Set sampler = 'length_balanced'"
+            remedy = "Raise max_lag, or set sampler = 'fifo'"
             if state.ledger.uninformative:
                 remedy += "; refill_uninformative leaves out the lengths of groups whose rewards are all equal"
             log.warning(

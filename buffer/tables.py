@@ -289,12 +289,6 @@ class Group(msgspec.Struct):
         usable = self.usable()
         return len(usable) > 1 and len({self.rewards[index] for index in usable}) == 1
 
-    @property
-    def mean_completion(self) -> float:
-        """Completion tokens of a committed sample on average; 0 where none is committed."""
-        known = [length for length in self.completion_lengths if length]
-        return sum(known) / len(known) if known else 0.0
-
     def oldest_effective(self, state: StoreState) -> int:
         """The version that the group's age is counted from: that of its oldest token, in flight or committed."""
         bounds = [] if self.oldest is None else [state.effective(self.oldest)]

@@ -13,7 +13,6 @@ import numpy as np
 
 from buffer.groups import MOST_LOOKED_AT, Pace
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
-from buffer.lengths import bucket_of
 from buffer.samplers import build
 from buffer.tables import Group, Waiting
 from planning.dispatch import POLICIES, Speeds
@@ -130,7 +129,6 @@ class SimulatedBuffer:
             ready=ReadyGroup(group.oldest, group.id),
             prompt_id=group.prompt,
             uses=group.uses,
-            bucket=bucket_of(sum(group.lengths) / len(group.lengths)),
             log_weight=0.0 if self._weigh is None else self._weigh(_UNREWARDED, group.oldest),
         )
         self._index.put(group.id, place)

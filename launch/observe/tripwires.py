@@ -153,8 +153,8 @@ class Tripwires:
         if status is None:
             return
         lengths = (
-            f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}); see "
-            "buffer.sampler = 'length_balanced'"
+            f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}): raise "
+            "weight_sync.max_lag, or set buffer.sampler = 'fifo'"
         )
         damaged = f"{status.num_damaged} blocks of records of the buffer are damaged; see `leeway buffer verify`"
         ended = "the lengths trained are those generated again"

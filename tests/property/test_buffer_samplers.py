@@ -18,7 +18,7 @@ from common.staleness import PolicyVersion, StalenessConfig
 from tests.full import pick
 from tests.world.buffer import InProcessBuffer, make_trajectory, weights_of
 
-SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
+SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share")
 GROUPS_PER_STEP = 2
 
 
@@ -27,7 +27,7 @@ def configs(draw):
     """Any knobs that do not contradict each other."""
     sampler = draw(st.sampled_from(SAMPLERS))
     replay_sampler = draw(st.sampled_from(sorted(set(SAMPLERS) - {"on_policy_share"})))
-    in_order = (replay_sampler if sampler == "on_policy_share" else sampler) in ("fifo", "length_balanced")
+    in_order = (replay_sampler if sampler == "on_policy_share" else sampler) == "fifo"
     max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
     return BufferConfig(
         sampler=sampler,

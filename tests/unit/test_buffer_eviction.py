@@ -70,7 +70,7 @@ def test_eviction_leaves_the_learner_what_admission_counts_on(make):
 
 
 def test_eviction_takes_every_trace_of_a_group(make):
-    settings = BufferConfig(sampler="length_balanced", max_uses=2, capacity_trajectories=20)
+    settings = BufferConfig(sampler="fifo", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     generate(buffer, actor, 30)
     kept = stored(buffer)

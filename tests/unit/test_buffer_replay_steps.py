@@ -64,7 +64,7 @@ def test_who_asks_in_vain_reads_why(make):
     steps=st.floats(1.0, 3.0),
     uses=st.integers(2, 6),
     max_lag=st.sampled_from([2, 5, "unbounded"]),
-    sampler=st.sampled_from(["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share"]),
+    sampler=st.sampled_from(["fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share"]),
 )
 def test_no_step_waits_for_ever(steps, uses, max_lag, sampler):
     """What is too old makes room as what is used up does."""

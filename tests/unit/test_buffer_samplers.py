@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from buffer import samplers
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
-from buffer.samplers import systematic_shares
 from common.staleness import PolicyVersion
 from common.user_input import UserFileError
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, train, weights_of
@@ -85,27 +84,6 @@ def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_sampler
     assert sorted(again) == sorted({*newest, *best}), "the newest are the best too, and still drawn once"
 
 
-def test_length_balanced_takes_every_length_in_its_share_and_the_oldest_of_it_first(make):
-    buffer, actor = started(make, BufferConfig(sampler="length_balanced", max_uses=2), groups_per_step=4)
-    short = generate(buffer, actor, 12, tokens=8)
-    long = generate(buffer, actor, 4, tokens=4000)
-    first = train(buffer, 1).group_ids
-    assert sorted(first) == [*short[:3], long[0]]
-    longs = [len(set(train(buffer, step).group_ids) & set(long)) for step in range(2, 9)]
-    assert 6 <= sum(longs) <= 8, "a quarter of 28, each at most twice"
-
-
-def test_systematic_shares_are_exact_on_average_and_never_above_a_count():
-    counts = {3: 1, 5: 7, 9: 24}
-    starts = np.linspace(0, 1, 2000, endpoint=False)
-    shares = [systematic_shares(counts, 8, start) for start in starts]
-    assert all(sum(share.values()) == 8 for share in shares)
-    for stratum, count in counts.items():
-        assert np.mean([share[stratum] for share in shares]) == pytest.approx(8 * count / 32, abs=0.01)
-    assert all(systematic_shares(counts, 99, start) == counts for start in starts)
-    assert systematic_shares({}, 4, 0.5) == {}
-
-
 def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has(make):
     buffer, actor = started(make, config("uniform"), groups_per_step=3)
     generate(buffer, actor, 2)
@@ -118,7 +96,7 @@ def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has(make):
 # --- chance -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share"])
+@pytest.mark.parametrize("sampler", ["uniform", "reward_softmax", "prioritised", "on_policy_share"])
 def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, sampler):
     def run(seed, restarts):
         buffer, actor = started(
@@ -355,7 +333,7 @@ def test_another_sampler_finds_the_groups_of_the_last_one(make):
     buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=2), groups_per_step=1)
     groups = generate(buffer, actor, 3, [0.0]) + generate(buffer, actor, 1, [9.0])
     train(buffer, 1)
-    for sampler in ("length_balanced", "fifo", "prioritised", "reward_softmax"):
+    for sampler in ("fifo", "prioritised", "reward_softmax"):
         buffer.config = BufferConfig(sampler=sampler, max_uses=2)
         buffer.restart()
         assert buffer.status().num_ready_groups == 4

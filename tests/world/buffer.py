@@ -245,7 +245,6 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
         "ready",
         "uninformative",
         "num_unused",
-        "strata",
         "_by_prompt",
         "first_to_go",
     )
