@@ -243,10 +243,10 @@ def export(
     from launch.run_folder import open_run
 
     try:
-        done = export(open_run(run), out.expanduser(), step, refuse)
+        progress, size_bytes = export(open_run(run), out.expanduser(), step, refuse)
     except OSError as error:
         return refuse(error, ExitStatus.WRONG_INPUT)
-    print(f"version {done.version}, of step {done.step}, is in {out} ({done.size_bytes / 2**20:.1f} MiB)")
+    print(f"version {progress.version}, of step {progress.step}, is in {out} ({size_bytes / 2**20:.1f} MiB)")
     return ExitStatus.OK
 
 

@@ -19,7 +19,7 @@ from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.pools import actor_pools
 from launch.run_folder import RunFolder
-from learner.checkpoint_files import DamagedCheckpoint, ExportedModel, export_checkpoint, steps_in
+from learner.checkpoint_files import DamagedCheckpoint, TrainingProgress, export_checkpoint, steps_in
 from learner.decoders import FAMILIES, check_served, unread_keys
 
 RECIPE_TIMEOUT_S = 1800.0
@@ -209,7 +209,9 @@ _MAX_TRIES = 5
 """A living run removes its old checkpoints, perhaps the one that is just being read."""
 
 
-def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], object]) -> ExportedModel:
+def export(
+    folder: RunFolder, out: Path, step: int | None, say: Callable[[str], object]
+) -> tuple[TrainingProgress, int]:
     """Write a checkpoint of a run as a Hugging Face folder, by default the newest that is whole.
 
     `say` gets a line for each damaged one that is passed over. ConfigError says what to try; OSError if a folder cannot

@@ -6,7 +6,7 @@ coordinator  Coordinator: the one rank that talks to the buffer; Channel: how it
 
 batch        StepBatch: a draw, or a part of it, as the flat arrays that a step computes with
 packing      best-fit packing of whole sequences into micro-batches of one shape, by cost
-step         TrainStep: a step trains one draw in one or several updates; LossEvaluator: loss and gradient of an update
+step         TrainStep: a step trains one draw in one or several updates
 report       the metrics of a step; BadBatches: what could not be trained, and when a run has diverged
 
 networks     Networks: the policy, and a critic that is a head of it or a model of its own; Reference: the frozen models

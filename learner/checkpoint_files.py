@@ -10,7 +10,6 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class DamagedCheckpoint(ValueError):
 
 
 class TrainingProgress(msgspec.Struct, frozen=True):
-    """Where training stands."""
+    """Position of training, as a checkpoint records it."""
 
     step: int
     """Steps finished, skipped ones included: the number of the last draw."""
@@ -123,8 +122,6 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
 def _seal(document: dict[str, Any]) -> str:
     """Return the checksum of a document as it stands in the file, whatever fields another version gave it."""
     document = {name: value for name, value in document.items() if name != "xxh3"}
-    if not document["progress"].get("reports"):  # an older Leeway wrote this field, and did not seal it if empty
-        document["progress"].pop("reports", None)
     return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())
 
 
@@ -156,19 +153,10 @@ def is_of_a_rank(name: str) -> bool:
 # --- the policy as a Hugging Face folder ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExportedModel:
-    """What was written."""
-
-    step: int
-    version: int
-    size_bytes: int
-
-
-def export_checkpoint(
-    checkpoint: Path, model_path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES
-) -> ExportedModel:
+def export_checkpoint(checkpoint: Path, model_path: Path, out: Path) -> tuple[TrainingProgress, int]:
     """Write the policy in a checkpoint as a folder for `from_pretrained`; it appears whole or not at all.
+
+    Returns where training stood, and the size of the weights in bytes.
 
     `model_path` is the model that training started from: its config and tokenizer are copied. `out` does not exist yet.
     DamagedCheckpoint if a file of the checkpoint is not what was written, ValueError if it is of another model.
@@ -180,7 +168,7 @@ def export_checkpoint(
             f"the checkpoint {checkpoint} was written for the model {meta.model}, and the config.json in {model_path} "
             f"is of {model_identity(model_path)}; put back the model that the run started from"
         )
-    shards = list(_shards(_policy(checkpoint), shard_bytes))
+    shards = list(_shards(_policy(checkpoint)))
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -193,7 +181,7 @@ def export_checkpoint(
         replace_durably(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return ExportedModel(meta.progress.step, meta.progress.version, size_bytes)
+    return meta.progress, size_bytes
 
 
 def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str, Tensor]) -> int:
@@ -220,14 +208,12 @@ def _policy(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def _shards(
-    entries: Mapping[str, TensorStorageMetadata], shard_bytes: int
-) -> Iterator[dict[str, TensorStorageMetadata]]:
+def _shards(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[dict[str, TensorStorageMetadata]]:
     shard: dict[str, TensorStorageMetadata] = {}
     size = 0
     for name, entry in entries.items():
         own = entry.size.numel() * entry.properties.dtype.itemsize
-        if shard and size + own > shard_bytes:
+        if shard and size + own > SHARD_BYTES:
             yield shard
             shard, size = {}, 0
         shard[name] = entry

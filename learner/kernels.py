@@ -50,18 +50,18 @@ def fuse(decoder: nn.Module, device: torch.device) -> bool:
     if usable is None:
         return False
     library, ours = usable
-    for module in decoder.modules():
+    for module in decoder.modules():  # hooks stay, for they are called around `forward`
         parts: Any = dict(module.named_children())
         if parts.keys() == _PRE_NORMED and not _is_gemma(parts["input_layernorm"]):
-            _replace_forward(module, functools.partial(_pre_normed, ours.add_norm, module))
+            module.forward = functools.partial(_pre_normed, ours.add_norm, module)
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            _replace_forward(module, _norm(library, module, is_gemma=_is_gemma(module)))
+            module.forward = _norm(library, module, is_gemma=_is_gemma(module))
         elif kind.endswith("MLP"):
             config: Any = module.config
             gate = _GATES.get(getattr(config, "hidden_act", None) or config.hidden_activation)
             if gate is not None:
-                _replace_forward(module, functools.partial(_gated, getattr(library, gate), module))
+                module.forward = functools.partial(_gated, getattr(library, gate), module)
         elif kind.endswith("Attention"):
             _replace_rotation(library, sys.modules[type(module).__module__])
     logger.info("norms, gates, rotations and the softmax of logits are computed by %s and %s", LIBRARY, _OURS)
@@ -72,10 +72,6 @@ def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
     """`row_kernels.softmax`; only after `fuse` has returned True."""
     found: Tensor = importlib.import_module(_OURS).softmax(logits, tokens, out)
     return found
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    module.forward = forward  # hooks stay, for they are called around it
 
 
 def _is_gemma(norm: nn.Module) -> bool:

@@ -36,12 +36,6 @@ class MeshPlace:
     num_replicas: int = 1
     """R, pipelines that train the same weights on shares of each batch."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(
-                f"rank {self.rank} is not one of 0..{self.num_ranks - 1} ({self.num_replicas} x {self.num_stages})"
-            )
-
     @property
     def num_ranks(self) -> int:
         return self.num_replicas * self.num_stages

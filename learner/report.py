@@ -173,6 +173,7 @@ class MetricsFile:
 
         Raises:
             OSError: the file, which the launcher makes, cannot be read or written.
+            ValueError: a line is no JSON.
         """
         try:
             with self._path.open("r+b") as file:
@@ -181,6 +182,8 @@ class MetricsFile:
                         break
                     self._size += len(line)
                 file.truncate(self._size)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self._path} has a line that is no JSON: {error}; remove that line") from None
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"{self._path} is not there: the learner's hosts must share the folder of the run (docs/cluster.md)"
@@ -192,7 +195,6 @@ class MetricsFile:
         self.write()
 
     def write(self) -> None:
-        """Write the rows that wait."""
         try:
             # opened anew: NFS shows a reader on another host what was written before a file was closed
             with self._path.open("r+b") as file:
@@ -261,14 +263,10 @@ class BadBatches:
         """Count a step without a finite loss or gradient, and on the coordinator keep its draw; TrainingDiverged if one
         too many.
         """
-        if body is not None and result.num_non_finite:
-            logger.warning(
-                "step %d: loss or gradient not finite, %d of %d updates not taken; %s",
-                step,
-                result.num_non_finite,
-                len(result.updates),
-                self.keep(step, body),
-            )
+        num_skipped = sum(not update.result.taken for update in result.updates)
+        if body is not None and num_skipped:
+            text = "step %d: loss or gradient not finite, %d of %d updates not taken; %s"
+            logger.warning(text, step, num_skipped, len(result.updates), self.keep(step, body))
         self.non_finite_steps = (*self.non_finite_steps, step) if result.skipped else ()
         if len(self.non_finite_steps) >= NON_FINITE_STEPS_IN_A_ROW:
             raise TrainingDiverged(

@@ -64,11 +64,6 @@ class StepResult:
         """The updates that the step's figures are about."""
         return counted(self.updates)
 
-    @property
-    def num_non_finite(self) -> int:
-        """Updates that were not taken because loss or gradient were not finite."""
-        return sum(not update.result.taken for update in self.updates)
-
 
 class TrainStep:
     """Runs steps on one rank."""
@@ -95,7 +90,7 @@ class TrainStep:
         has_critic = algorithm.needs.critic is not None
         self._reads_start = algorithm.needs.proximal or has_critic
         self._separable = algorithm.needs.separable if one_pass and not has_critic else None
-        self.evaluator = LossEvaluator(algorithm, config)
+        self._loss = loss_for(algorithm)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
         """Take step `step`, counted from 0, with the same batch, at the version that it begins with, on all ranks.
@@ -186,7 +181,8 @@ class TrainStep:
             inputs = replace(constant, logprobs_T=logprobs_T.clone().requires_grad_())
             if part.old is None:
                 inputs = replace(inputs, proximal_logprobs_T=logprobs_T)
-            return self.evaluator.gradient(inputs)[where]
+            with torch.enable_grad():  # with every micro-batch, so nothing is read back from the device
+                return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0][where]
 
         return gradient
 
@@ -196,16 +192,23 @@ class TrainStep:
         assert leaves is not None, "the coordinator has the last stage"
         assert part.old is not None, "the coordinator has the last stage"
         assert part.reference_T is not None, "the coordinator has the last stage"
-        evaluation = self.evaluator.evaluate(part.batch, leaves, part.old, part.reference_T)
-        if evaluation.weights_T is not None:
-            part.draw.applied_T[part.where_T] = evaluation.weights_T
-        return evaluation
+        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, part.batch.version)
+        output = self._loss(inputs)
+        if output.weights_T is not None:
+            part.draw.applied_T[part.where_T] = output.weights_T
+        wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
+        gradients = torch.autograd.grad(output.loss, wanted)
+        metrics: Metrics = {**output.metrics, "loss": output.loss.item()}
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients)):
+            return LossEvaluation(None, UpdateDecision(finite=False), metrics)
+        lr_scale = 1.0
+        if self._config.ess_budget is not None:
+            lr_scale = ess_scale(distance(part.batch, inputs, output.weights_T)[ESS_METRIC], self._config.ess_budget)
+        return LossEvaluation(Leaves(*gradients), UpdateDecision(lr_scale=lr_scale), metrics)
 
 
 @dataclass
 class _Part:
-    """What an update trains."""
-
     draw: _Draw
     batch: StepBatch
     on_device: DeviceBatch
@@ -316,52 +319,12 @@ def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: t
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """Result of evaluating the loss."""
+    """Result of evaluating the loss of an update on its batch, at the leaves of the present weights."""
 
     gradient: Leaves | None
     """dL / d(leaf) of each token; None if the update is not to be taken."""
     decision: UpdateDecision
     metrics: Metrics
-    weights_T: Tensor | None
-    """The importance weights that the loss applied."""
-
-
-class LossEvaluator:
-    """Evaluates the loss of an update, and decides whether and how the update is taken.
-
-    Used on the coordinator alone, but for `gradient`, which every last stage may ask for.
-    """
-
-    def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
-        self._loss = loss_for(algorithm)
-        self._ess_budget = config.ess_budget
-
-    def gradient(self, inputs: LossInputs) -> Tensor:
-        """Return dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf.
-
-        Asked for each micro-batch, it reads nothing back from the device.
-        """
-        with torch.enable_grad():
-            return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
-
-    def evaluate(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> LossEvaluation:
-        """Evaluate the loss on the batch of an update, at the leaves of the present weights.
-
-        `old` are those of the weights at the start of the draw, `reference_T` the reference model's log-probabilities.
-        """
-        inputs = batch.loss_inputs(leaves, old, reference_T, batch.version)
-        output = self._loss(inputs)
-        wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
-        gradients = torch.autograd.grad(output.loss, wanted)
-        metrics: Metrics = {**output.metrics, "loss": output.loss.item()}
-        finite = all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients))
-        if not finite:
-            return LossEvaluation(None, UpdateDecision(finite=False), metrics, output.weights_T)
-        lr_scale = 1.0
-        if self._ess_budget is not None:
-            lr_scale = ess_scale(distance(batch, inputs, output.weights_T)[ESS_METRIC], self._ess_budget)
-        gradient = Leaves(gradients[0], gradients[1] if len(gradients) == 2 else None)
-        return LossEvaluation(gradient, UpdateDecision(lr_scale=lr_scale), metrics, output.weights_T)
 
 
 def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:

@@ -17,7 +17,7 @@ from buffer.samplers import build
 from buffer.tables import Group, Waiting
 from planning.dispatch import POLICIES, Speeds
 from planning.lengths import LengthModel, PromptStream
-from planning.prompts import ByChance, Window, lag_budget_s, likely_tokens, window_size
+from planning.prompts import WINDOW_STEPS, ByChance, Window, lag_budget_s, likely_tokens
 from planning.world import EnginePool, World
 
 _UNREWARDED = Group.new(0, 0, 2)
@@ -242,7 +242,7 @@ class SimulatedPrompts:
         return waiting.prompt_id
 
     def _open_window(self, version: int) -> None:
-        many = window_size(self._world.contract.groups_per_step)
+        many = WINDOW_STEPS * self._world.contract.groups_per_step
         if self._law is None:
             prompts = [self._stream.next() for _ in range(many)]
         else:

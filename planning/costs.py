@@ -137,6 +137,10 @@ class Moments(Sums):
 # --- the learner --------------------------------------------------------------------------------------
 
 
+SHAPE_KEYS = ("num_stages", "num_replicas", "num_chunks", "schedule", "token_budget")
+"""Keys of `[learner]` that a plan chooses."""
+
+
 @dataclass(frozen=True)
 class LearnerShape:
     """What of a learner decides how long its step takes."""

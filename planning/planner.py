@@ -22,7 +22,7 @@ from launch.errors import ConfigError, as_config_error
 from launch.gpus import Gpu, check_gpus, gpus_here, stage_need, too_small
 from launch.needs import MachineNeeds
 from launch.pools import WorkerPool, actor_pools, stage_pools
-from planning.costs import LearnerShape
+from planning.costs import SHAPE_KEYS, LearnerShape
 from planning.plans import SAMPLES, Candidate, Host, Keys, Prediction, as_overrides, engines_like, predict, world_of
 from planning.profile import Profile
 from planning.profiling import check_generates, shape_of
@@ -445,13 +445,7 @@ def _check(config: Config) -> None:
 
 
 def _keys_of_shape(shape: LearnerShape) -> dict[str, Any]:
-    return {
-        "learner.num_stages": shape.num_stages,
-        "learner.num_replicas": shape.num_replicas,
-        "learner.num_chunks": shape.num_chunks,
-        "learner.schedule": shape.schedule,
-        "learner.token_budget": shape.token_budget,
-    }
+    return {f"learner.{name}": getattr(shape, name) for name in SHAPE_KEYS}
 
 
 def _in_order(choice: object) -> float:

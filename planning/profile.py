@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from common.files import write_whole
+from launch.errors import ConfigError
 from planning.costs import LearnerShape, LearnerTime, TokenTime
 from planning.lengths import LengthLaw
 from planning.world import Costs
@@ -16,10 +17,6 @@ from planning.world import Costs
 FORMAT = 3
 LEASE_S = 0.025
 """An actor at a closed door asks again after at most twice as long; see `actors.loop`."""
-
-
-class ProfileError(ValueError):
-    """It cannot be read, or is not of this run; the text says why and what to do."""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,40 +131,27 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights.as_costs(self.samples.settled_s, self.learner.between_steps_s)
 
     def write(self, path: Path) -> None:
-        """As JSON, for people too.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         write_whole(path, [msgspec.json.format(msgspec.json.encode(self)), b"\n"])
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """As `write` left it.
-
-        Raises:
-            ProfileError: it is not there, or nothing that this Leeway reads.
-        """
+        """Read a file of `write`; ConfigError if it is not there, or nothing that this Leeway reads."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Profile)
         except OSError as error:
-            raise ProfileError(
+            raise ConfigError(
                 f"{path} cannot be read ({error.strerror}); `leeway profile CONFIG.toml` makes one"
             ) from None
         except msgspec.DecodeError as error:
-            raise ProfileError(f"{path} is no profile: {error}; `leeway profile CONFIG.toml` makes one") from None
+            raise ConfigError(f"{path} is no profile: {error}; `leeway profile CONFIG.toml` makes one") from None
         if found.format != FORMAT:
-            raise ProfileError(f"{path} has format {found.format}, and this Leeway reads {FORMAT}: take it anew")
+            raise ConfigError(f"{path} has format {found.format}, and this Leeway reads {FORMAT}: take it anew")
         return found
 
     def check_model(self, model: str, path: Path) -> None:
-        """Is it of this model?
-
-        Raises:
-            ProfileError: it is of another.
-        """
+        """Raise ConfigError if it is of another model."""
         if model != self.model:
-            raise ProfileError(
+            raise ConfigError(
                 f"{path} is of another model ({self.model}, and the config names {model}): what a token costs there "
                 "says nothing here. Take one with this config: `leeway profile CONFIG.toml`"
             )

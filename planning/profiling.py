@@ -9,7 +9,6 @@ of the laws are told apart.
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import shutil
 import signal
@@ -20,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -37,11 +36,12 @@ from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import gpus_here
 from launch.host import ourselves
+from launch.observe.metrics import Rows
 from launch.observe.status import RunStatus, StatusError, read_status
 from launch.observe.trace import read
 from launch.pools import actor_pools
 from launch.run_folder import WEIGHTS_KEY, RunFolder
-from planning.costs import NUM_TERMS, LearnerShape, Moments, terms
+from planning.costs import NUM_TERMS, SHAPE_KEYS, LearnerShape, Moments, terms
 from planning.lengths import LengthLaw, explained_by_prompt
 from planning.profile import EngineCosts, LearnerCosts, MachineFacts, Profile, SampleFacts, WeightCosts
 from planning.world import Costs
@@ -150,8 +150,8 @@ def _score_token_s(runs: Sequence[_Run]) -> float:
 
 
 def _weights(runs: Sequence[_Run]) -> WeightCosts:
-    delays, pauses = zip(*(run.weights_s() for run in runs), strict=True)
-    return WeightCosts(behind_s=median(_flat(delays) or [0.0]), pause_s=fmean(_flat(pauses) or [0.0]))
+    delays, pauses = (list(chain.from_iterable(each)) for each in zip(*(run.weights_s() for run in runs), strict=True))
+    return WeightCosts(behind_s=median(delays or [0.0]), pause_s=fmean(pauses or [0.0]))
 
 
 def _settled_s(runs: Sequence[_Run]) -> float:
@@ -203,11 +203,7 @@ def machine_here() -> MachineFacts:
 def shape_of(config: Config) -> LearnerShape:
     learner, needs = config.learner, config.algorithm.needs
     return LearnerShape(
-        num_stages=learner.num_stages,
-        num_replicas=learner.num_replicas,
-        num_chunks=learner.num_chunks,
-        schedule=learner.schedule,
-        token_budget=learner.token_budget,
+        **{name: getattr(learner, name) for name in SHAPE_KEYS},
         unit=needs.separable or "sequence",
         num_minibatches=learner.num_minibatches,
         saves_pass=needs.separable is not None and not (needs.proximal and learner.updates_per_step > 1),
@@ -247,15 +243,14 @@ class _Run:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        unreadable = as_config_error(f"the run {folder.root} cannot be read: ", (OSError, json.JSONDecodeError))
-        with unreadable, as_config_error(kind=(StatusError, StoreError)):
+        unreadable = as_config_error(f"the run {folder.root} cannot be read: ", OSError)
+        with unreadable, as_config_error(kind=(StatusError, StoreError, ValueError)):
             self.config: Config = load_config(folder.config, [])
             self.status: RunStatus = read_status(folder.status)
-            lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+            steps = [row for row in Rows(folder.metrics).read() if not row["skipped"]]
             self.model = model_of(self.config) or ""
             self.trained = _trained(folder)
-        steps = [row for row in lines if "loss" in row and not row["skipped"]]
-        self.steps: list[dict[str, Any]] = steps[WARM_UP:]
+        self.steps = steps[WARM_UP:]
         if len(self.steps) < LEAST_STEPS:
             raise ConfigError(
                 f"the run {folder.root} took {len(steps)} steps that were not skipped, and a profile needs "
@@ -331,10 +326,6 @@ def _trained(folder: RunFolder) -> _Trained:
     return _Trained(dict(squares), repeated, finished_s, float(np.mean(prompt_tokens)), completions, prompts)
 
 
-def _flat(lists: Sequence[Sequence[float]]) -> list[float]:
-    return [each for one in lists for each in one]
-
-
 # --- runs that are made for it ------------------------------------------------------------------------
 
 
@@ -348,15 +339,15 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
     config = load_config(config_path, overrides)
     check_generates(config)
     with tempfile.TemporaryDirectory(prefix="leeway-profile-") as place:
-        _check(load_config(config_path, [*overrides, *_as_it_is()]), Path(place) / "none")
+        _check(load_config(config_path, [*overrides, *_AS_IT_IS]), Path(place) / "none")
         runs = []
-        for number, variant in enumerate((_as_it_is(), _told_apart(config)), 1):
-            name = f"profile-{number}"
-            _say_of(say, number, "starting")
+        for number, variant in enumerate((_AS_IT_IS, _told_apart(config)), 1):
+            name, say_of = f"profile-{number}", partial(_say_of, say, number)
+            say_of("starting")
             arguments = [*overrides, *variant, "--run.dir", place, "--run.name", name]
             folder, log = RunFolder(Path(place) / name), Path(place) / f"{name}.log"
             with _weights_of_its_own(config, f"{Path(place).name}-{number}") as more:
-                _run(config_path, [*arguments, *more], folder, log, partial(_say_of, say, number))
+                _run(config_path, [*arguments, *more], folder, log, say_of)
             runs.append(_Run(folder))
         return _profile_of(runs)
 
@@ -393,11 +384,11 @@ def _say_of(say: Say, number: int, text: str) -> None:
     say(f"run {number} of 2: {text}")
 
 
-def _as_it_is() -> list[str]:
-    """So slow a learning rate that lengths stay those of the model, no checkpoints, no W&B, and no end by itself."""
-    quiet = ["--tracking.wandb", "disabled"]
-    endless = ["--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000", "--actors.eval_every", "0"]
-    return [*quiet, *endless, "--learner.learning_rate", "1e-12"]
+_AS_IT_IS = (
+    *("--tracking.wandb", "disabled", "--learner.learning_rate", "1e-12", "--actors.eval_every", "0"),
+    *("--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000"),
+)
+"""So slow a learning rate that lengths stay those of the model, no checkpoints, no W&B, and no end by itself."""
 
 
 def _told_apart(config: Config) -> list[str]:
@@ -409,7 +400,7 @@ def _told_apart(config: Config) -> list[str]:
         slots = str(max(1, pool.config.max_running_samples // 4))
         where = f"pools.{pool.name}" if pool.name in config.pools else "actors"
         changed += [f"--{where}.max_running_samples", slots]
-    return [*_as_it_is(), *changed]
+    return [*_AS_IT_IS, *changed]
 
 
 _ENDS_WITH_US = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from math import exp, inf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,10 +107,6 @@ class Window:
         del self._in_order[waiting.order]
 
 
-def window_size(groups_per_step: int) -> int:
-    return WINDOW_STEPS * groups_per_step
-
-
 class SuccessModel:
     """How often each prompt of a store is answered with success, by their ids from 0."""
 
@@ -148,26 +144,14 @@ class SuccessModel:
         return weights
 
 
-class PromptLaw(Protocol):
-    """Which prompts are next."""
-
-    in_order: bool
-    """They may be taken one by one as well as many at once."""
-
-    def ahead(self, first: int, many: int, version: int) -> Ids:
-        """Return up to `many` of them, at least one, if `first` were taken before; the same whenever it is asked."""
-
-
 class EpochOrder:
-    """The data's order."""
-
-    in_order = True
+    """Draws prompts in the data's order, one by one as well as many at once."""
 
     def __init__(self, num_prompts: int, seed: int) -> None:
         self._num_prompts, self._seed = num_prompts, seed
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
-        """As `PromptLaw`; all that are asked for, of several epochs if one does not have them."""
+        """Return `many` prompts if `first` were taken before, of several epochs if one does not have them."""
         size, parts = self._num_prompts, []
         while many:
             epoch, place = divmod(first, size)
@@ -177,9 +161,7 @@ class EpochOrder:
 
 
 class ByChance:
-    """One after the other, by chance; none twice among those that are drawn at once."""
-
-    in_order = False
+    """Draws prompts one after the other, by chance; none twice among those that are drawn at once."""
 
     def __init__(self, num_prompts: int, seed: int, successes: SuccessModel | None = None) -> None:
         """Draw alike, or by what is known of their success, but for the share `FLOOR`."""
@@ -187,6 +169,7 @@ class ByChance:
         self._successes = successes
 
     def ahead(self, first: int, many: int, version: int) -> Ids:
+        """Return up to `many`, at least one, if `first` were taken before; the same whenever it is asked."""
         random = np.random.default_rng([self._seed & 0xFFFFFFFF, _BY_CHANCE, first])
         many = min(many, max(1, self._num_prompts // _AT_ONCE))
         drawn: Ids = random.choice(self._num_prompts, many, replace=False, p=self.chances(version))
@@ -211,8 +194,9 @@ class ChosenPrompts(Prompts):
         # what is known of a prompt has not faded when it comes again
         tau = max(LEAST_TAU, facts.num_prompts / facts.groups_per_step * facts.updates_per_step)
         self.successes = SuccessModel(facts.num_prompts, tau) if config.prompt_law == "posterior" else None
-        self._law: PromptLaw = EpochOrder(facts.num_prompts, facts.seed)
-        if config.prompt_law != "epoch":
+        self._is_epoch = config.prompt_law == "epoch"
+        self._law: EpochOrder | ByChance = EpochOrder(facts.num_prompts, facts.seed)
+        if not self._is_epoch:
             self._law = ByChance(facts.num_prompts, facts.seed, self.successes)
         self._policy = POLICIES[config.dispatch]()
         self.lengths = LengthModel(facts.num_prompts)
@@ -255,7 +239,7 @@ class ChosenPrompts(Prompts):
         if (returned := self._returned(tx, speeds, 1 if is_in_order else MOST_LOOKED_AT)) is not None:
             return returned
         if not self._window:
-            if self._law.in_order and is_in_order:
+            if self._is_epoch and is_in_order:
                 return NextPrompt(int(self._ahead(tx, 1)[0]))
             self._open_window(tx)
         waiting = self._policy.choose(self._window, speeds)
@@ -329,7 +313,7 @@ class ChosenPrompts(Prompts):
 
     def _open_window(self, tx: Transaction) -> None:
         first = tx.state.cursor
-        prompts = self._ahead(tx, window_size(self.facts.groups_per_step))
+        prompts = self._ahead(tx, WINDOW_STEPS * self.facts.groups_per_step)
         longest = self._longest_of(tx, prompts).tolist()
         for order, (prompt, most) in enumerate(zip(prompts.tolist(), longest, strict=True), first):
             waiting = Waiting(order, prompt, most)

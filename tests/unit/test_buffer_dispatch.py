@@ -12,7 +12,7 @@ from buffer.groups import Pace, order_of
 from buffer.tables import Group, Waiting
 from common.staleness import StalenessConfig, StalenessContract
 from planning.dispatch import HAND_ON_SHARE, POLICIES, ByDeadline, InOrder, LongestFirst, Speeds
-from planning.prompts import FORGOTTEN_S, ChosenPrompts, Window, lag_budget_s, window_size
+from planning.prompts import FORGOTTEN_S, WINDOW_STEPS, ChosenPrompts, Window, lag_budget_s
 from tests.world.buffer import Actor, generate
 
 FAST, SLOW = 0.01, 0.02
@@ -313,7 +313,7 @@ def test_leases_that_are_not_committed_are_not_lost_to_the_window(make):
     for fails in ("commit", "service"):
         fleet.buffer.loses = fails
         fleet.ask(SLOW)
-    assert len(fleet.buffer.core.groups.prompts._window) == window_size(G) - 3
+    assert len(fleet.buffer.core.groups.prompts._window) == WINDOW_STEPS * G - 3
     assert first
 
 

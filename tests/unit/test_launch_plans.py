@@ -28,7 +28,7 @@ from planning.costs import LearnerTime, Moments
 from planning.lengths import PromptStream
 from planning.planner import Planner
 from planning.plans import Host, predict, read_hosts, read_plan, world_of
-from planning.profile import Profile, ProfileError
+from planning.profile import Profile
 from planning.profiling import _score_token_s
 from tests.unit.made_up_profile import DEMO, profile
 
@@ -397,7 +397,7 @@ def test_a_profile_is_read_as_it_was_written_and_one_of_another_machine_is_marke
     assert Profile.read(path) == told
     assert "engines of 'actors': a step takes 4.00 ms" in told.describe()
     msgspec.structs.replace(told, format=0).write(path)
-    with pytest.raises(ProfileError, match="has format 0"):
+    with pytest.raises(ConfigError, match="has format 0"):
         Profile.read(path)
     elsewhere = msgspec.structs.replace(told.machine, processor="another", cores=64)
     msgspec.structs.replace(told, machine=elsewhere).write(path)

@@ -43,8 +43,8 @@ def trained(tmp_path, algorithm=BALANCE, **changes):
 @pytest.mark.parametrize("algorithm", [BALANCE, CRITIC_HEAD, CRITIC_MODEL], ids=["none", "head", "model"])
 def test_the_folder_has_the_trained_policy_and_nothing_else(tmp_path, algorithm, tied):
     model, networks, checkpoint = trained(tmp_path, algorithm, tie_word_embeddings=tied)
-    done = export_checkpoint(checkpoint, model, tmp_path / "out")
-    assert (done.step, done.version) == (2, 2)
+    progress, _ = export_checkpoint(checkpoint, model, tmp_path / "out")
+    assert (progress.step, progress.version) == (2, 2)
     expected = networks.policy.exported_tensors()
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -53,9 +53,10 @@ def test_the_folder_has_the_trained_policy_and_nothing_else(tmp_path, algorithm,
     assert torch.equal(loaded.get_input_embeddings().weight, expected["model.embed_tokens.weight"].to(loaded.dtype))
 
 
-def test_a_large_model_is_written_in_several_files_that_are_read_as_one(tmp_path):
+def test_a_large_model_is_written_in_several_files_that_are_read_as_one(tmp_path, monkeypatch):
     model, networks, checkpoint = trained(tmp_path)
-    export_checkpoint(checkpoint, model, tmp_path / "out", shard_bytes=8192)
+    monkeypatch.setattr("learner.checkpoint_files.SHARD_BYTES", 8192)
+    export_checkpoint(checkpoint, model, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in networks.policy.exported_tensors().items())
