@@ -227,18 +227,15 @@ def _pools(status: RunStatus) -> Iterator[Text]:
 
 def _engines(pool: PoolStatus) -> Iterator[str]:
     engines = pool.engines
-    if engines.slots_used is not None:
-        yield f"{engines.slots_used:.0%} of {engines.slots} slots"
-    if engines.step_s is not None:
-        yield f"step {1e3 * engines.step_s:.1f} ms"
-    if engines.kv_usage:
-        yield f"cache {engines.kv_usage:.0%}"
-    if engines.preempted:
-        yield f"{engines.preempted} preempted"
-    if engines.tokens_lost:
-        yield f"{engines.tokens_lost} tokens lost"
-    if engines.hand_on_at:
-        yield f"hands on at {engines.hand_on_at} tokens"
+    figures = {
+        "{:.0%} of " + f"{engines.slots} slots": engines.slots_used,
+        "step {:.1f} ms": engines.step_s and 1e3 * engines.step_s,
+        "cache {:.0%}": engines.kv_usage,
+        "{} preempted": engines.preempted,
+        "{} tokens lost": engines.tokens_lost,
+        "hands on at {} tokens": engines.hand_on_at,
+    }
+    return (text.format(figure) for text, figure in figures.items() if figure)
 
 
 def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:

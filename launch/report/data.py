@@ -258,6 +258,7 @@ class RunData:
     root: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved config, as TOML has it."""
+    config_text: str = ""
     metrics: Metrics = field(default_factory=Metrics)
     events: list[dict[str, Any]] = field(default_factory=list)
     """The newest ones, in their order."""
@@ -372,7 +373,8 @@ def _json_lines(path: Path, run: RunData) -> Iterator[dict[str, Any]]:
 
 
 def _read_config(folder: RunFolder, run: RunData) -> None:
-    run.config = tomllib.loads(folder.config.read_text(encoding="utf-8"))
+    text = folder.config.read_text(encoding="utf-8")
+    run.config, run.config_text = tomllib.loads(text), "\n".join(map(printable, text.splitlines()))
 
 
 def _read_metrics(folder: RunFolder, run: RunData) -> None:

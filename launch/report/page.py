@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from math import sqrt
 from pathlib import Path
@@ -20,7 +20,7 @@ from launch.observe.metrics import METRICS, POOL_PREFIX
 from launch.observe.view import commonest
 from launch.report.charts import DASH, Figure, figures, pools_of, short
 from launch.report.data import TIMES, RunData
-from launch.text import duration, printable, share_of
+from launch.text import duration, share_of
 
 MAX_REASONS, MAX_REASON = 40, 300
 """Reasons why samples failed on the page, and characters of each."""
@@ -58,10 +58,8 @@ def render(run: RunData) -> str:
         seconds=[(TIMES[name], percent) for name, percent in _percents(run).items() if percent > 0],
         pool_columns=["actors", "precision", *POOL_COLUMNS.values()],
         pools=pool_rows(run),
-        actors=actor_rows(run),
         ledger=ledger_rows(run),
         reasons=reasons(run),
-        sections=list(sections(run)),
         made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
 
@@ -286,15 +284,6 @@ def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def actor_rows(run: RunData) -> list[tuple[str, list[str]]]:
-    """Return what the status knows of every actor."""
-    return [
-        (each.name, [each.pool, printable(each.state, 80), each.version or DASH, f"{each.acknowledged:,}",
-                     f"{each.restarts}", short(each.mismatch_lag0_abs)])
-        for each in (run.status.actors if run.status is not None else ())
-    ]  # fmt: skip
-
-
 def ledger_rows(run: RunData) -> list[tuple[str, str, str]]:
     """Return name, count and meaning of every column of the ledger; empty if it is not known."""
     if not run.ledger:
@@ -311,12 +300,3 @@ def reasons(run: RunData) -> list[tuple[str, int]]:
     found = [*buffer.failed_by_reason.items()]
     found += [(f"quarantined: {reason}", count) for reason, count in buffer.quarantined_by_reason.items()]
     return sorted(((reason[:MAX_REASON], count) for reason, count in found), key=lambda each: -each[1])[:MAX_REASONS]
-
-
-def sections(run: RunData) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the sections of the config with their keys and values, as text; those of pools have dotted keys."""
-    for section, values in run.config.items():
-        if section == "pools":
-            values = {f"{pool}.{key}": value for pool, keys in values.items() for key, value in keys.items()}
-        if isinstance(values, Mapping) and values:
-            yield section, [(key, json.dumps(each, ensure_ascii=False, default=str)) for key, each in values.items()]
