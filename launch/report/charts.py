@@ -12,7 +12,6 @@ import msgspec
 
 from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
 from launch.observe.trace import Event
-from launch.observe.view import commonest
 from launch.report.data import Point, RunData, thinned
 from launch.text import shortened
 
@@ -21,17 +20,11 @@ COLORS = ("c1", "c2", "c3", "c4", "c5", "c6")
 """Colours of the curves of a chart, as page.css names them."""
 FEW = 12
 """Curves of fewer points have marks."""
-MAX_NAME, MAX_SPANS = 60, 1500
+MAX_NAME = 60
+STEPS_SHOWN, MAX_LANES, MAX_SPANS = 10, 16, 20_000
+"""Steps that are shown span by span, their actors, and their spans."""
 KINDS = ("state", "wait_for_batch", "step", "evaluate", "generate", "update")
 """Kinds of spans in the order in which they are drawn."""
-FAILED = {
-    "failed": "all",
-    "failed_reward": "reward",
-    "failed_generation": "generation",
-    "failed_quarantined": "quarantined",
-    "failed_lease": "lease lost",
-}
-"""Counts of the ledger -> names of the curves of failed samples."""
 
 
 class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +85,7 @@ class Figure(NamedTuple):
 
 
 def figures(run: RunData) -> list[Figure]:
-    """Return the charts of a run; charts of failed samples and of pools are left out if there are none."""
+    """Return the charts of a run; those that compare pools are left out if there is one."""
     made = (SPECIAL[name](run, chart) if name in SPECIAL else _metrics(run, chart) for name, chart in CHARTS.items())
     return [figure for figure in made if figure is not None]
 
@@ -153,19 +146,8 @@ def _accuracy(run: RunData, chart: Chart) -> Figure:
     return lines(run, chart, {name: sorted(p for p in points if p[1] is not None) for name, points in values.items()})
 
 
-def _failed(run: RunData, chart: Chart) -> Figure | None:
-    if not run.ledger.get("failed"):
-        return None
-    shares = {kind: run.metrics.percent(f"buffer/{kind}", "buffer/issued") for kind in FAILED}
-    shown = {FAILED[kind]: all_of for kind, all_of in shares.items() if kind == "failed" or any(y for _, y in all_of)}
-    why = commonest(run.failed_by_reason)
-    return lines(run, chart, shown, f"{why}." if why else "")
-
-
 def _queue(run: RunData, chart: Chart) -> Figure:
-    timeline = run.timeline
-    points = [] if timeline is None else [(at_s - timeline.start_s, count) for at_s, count in timeline.ready]
-    return lines(run, chart, {"ready": thinned(points)})
+    return lines(run, chart, {"ready": thinned([(at_s - run.start_s, count) for at_s, count in run.ready])})
 
 
 def _lags(run: RunData, chart: Chart) -> Figure:
@@ -182,19 +164,24 @@ def _lags(run: RunData, chart: Chart) -> Figure:
 
 def _steps(run: RunData, chart: Chart) -> Figure:
     """Return a few steps as lanes: place of the lane, kind, start and end in seconds of the run, and words."""
-    timeline = run.timeline
-    if timeline is None:
+    if not run.spans:
         return Figure(chart)
-    start_s, end_s = timeline.window
-    marks: list[tuple[int, str, float, float, str]] = []
-    for lane, who in enumerate(timeline.lanes):
-        for kind in KINDS:
-            spans = [each for each in timeline.of(who, kind) if each.end_s > start_s and each.start_s < end_s]
-            for span in spans[:MAX_SPANS]:
-                first_s, last_s = (round(each - timeline.start_s, 4) for each in (span.start_s, span.end_s))
-                marks.append((lane, kind, first_s, last_s, _words(span)))
-    span_s = [round(each - timeline.start_s, 3) for each in (start_s, end_s)]
-    return Figure(chart, {"kind": "lanes", "lanes": timeline.lanes, "marks": marks, "span": span_s}, words=chart.title)
+    steps = [each for each in run.spans if each.cat == "step"]
+    middle = steps[max(0, (len(steps) - STEPS_SHOWN) // 2) :][:STEPS_SHOWN] or run.spans
+    start_s, end_s = middle[0].start_s, max(each.end_s for each in middle)
+    roles = sorted({each.who for each in run.spans}, key=lambda name: (len(name), name))
+    actors = [name for name in roles if name.startswith("actor-")]
+    lanes = ["learner", *actors[:MAX_LANES], *(["evaluation"] if "evaluation" in roles else [])]
+    of_lanes = (each for each in run.spans if each.who in lanes and each.cat in KINDS)
+    inside = [each for each in of_lanes if each.start_s < end_s and each.end_s > start_s]
+    inside.sort(key=lambda each: KINDS.index(each.cat))
+
+    def at(moment_s: float) -> float:
+        return round(moment_s - run.start_s, 4)
+
+    marks = [(lanes.index(each.who), each.cat, at(each.start_s), at(each.end_s), _words(each)) for each in inside]
+    plot = {"kind": "lanes", "lanes": lanes, "marks": marks[:MAX_SPANS], "span": [at(start_s), at(end_s)]}
+    return Figure(chart, plot, words=chart.title)
 
 
 def _words(span: Event) -> str:
@@ -205,10 +192,9 @@ def _words(span: Event) -> str:
     return f"{span.who}: {span.name}{version}, {span.end_s - span.start_s:.3f} s{lag}{tokens}"
 
 
-SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
+SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure]] = {
     "reward": _reward,
     "accuracy": _accuracy,
-    "failed": _failed,
     "queue": _queue,
     "steps": _steps,
     "lags": _lags,

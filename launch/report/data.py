@@ -7,7 +7,7 @@ import random
 import time
 import tomllib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,8 +31,6 @@ BUFFER_LIMIT_S = 12.0
 """Seconds for reading the buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT, MAX_TEXT = 1200, 4000
 """Characters of an event on the page, and of a prompt or a completion."""
-STEPS_SHOWN, MAX_LANES = 10, 16
-"""Steps that the timeline shows span by span, and its actors."""
 MAX_BUCKETS = 300
 """Buckets of a curve; each is drawn by its least and its greatest value."""
 TIMES = {
@@ -46,47 +44,6 @@ TIMES = {
     "other": "other",
 }
 """Metrics of a step -> what the learner's time is spent on; "other" is the rest of `time/step`."""
-
-
-class Timeline:
-    """The spans of a trace, in memory: a trace is bounded."""
-
-    def __init__(self, events: Iterable[trace.Event]) -> None:
-        self._spans: dict[tuple[str, str], list[trace.Event]] = {}  # by role and kind
-        self.ready: list[Point] = []
-        """Groups ready in the buffer, over wall clock."""
-        self.start_s, self.end_s = math.inf, -math.inf
-        for event in events:
-            if event.ph not in ("X", "C"):
-                continue
-            self.start_s, self.end_s = min(self.start_s, event.start_s), max(self.end_s, event.end_s)
-            if event.ph == "X":
-                self._spans.setdefault((event.who, event.cat), []).append(event)
-            elif event.name == "groups ready":
-                self.ready.append((event.start_s, float(event.args.get("ready", 0))))
-        for spans in self._spans.values():
-            spans.sort(key=lambda span: span.ts)
-
-    def of(self, who: str, kind: str) -> list[trace.Event]:
-        """Return the spans of a role and a kind, in order of time."""
-        return self._spans.get((who, kind), [])
-
-    @property
-    def lanes(self) -> list[str]:
-        """Roles that have a lane."""
-        actors = {who for who, _ in self._spans if who.startswith("actor-")}
-        shown = sorted(actors, key=lambda name: (len(name), name))[:MAX_LANES]
-        return ["learner", *shown, *(["evaluation"] if self.of("evaluation", "evaluate") else [])]
-
-    @property
-    def window(self) -> tuple[float, float]:
-        """A few steps from the middle of training; the whole run if there are few."""
-        steps = self.of("learner", "step")
-        if len(steps) < 2:
-            return self.start_s, self.end_s
-        first = max(0, (len(steps) - STEPS_SHOWN) // 2)
-        last = min(len(steps) - 1, first + STEPS_SHOWN)
-        return steps[first].start_s, steps[last].start_s if last > first + 1 else steps[-1].end_s
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -130,11 +87,6 @@ class Metrics:
     def of(self, name: str) -> list[Point]:
         """Return a curve; empty if the run has no values of it."""
         return thinned(self.points(name))
-
-    def percent(self, name: str, whole: str) -> list[Point]:
-        """Return one metric as a share of another, in percent; empty if the run lacks one of them."""
-        wholes = dict(self.points(whole))
-        return thinned([(x, 100 * y / wholes[x]) for x, y in self.points(name) if wholes.get(x)])
 
     def values(self, name: str) -> list[float]:
         return [value for _, value in self.points(name)]
@@ -267,7 +219,12 @@ class RunData:
     failed: str = ""
     """Why the run failed; empty if it did not."""
     seen: StatusView | None = None
-    timeline: Timeline | None = None
+    spans: list[trace.Event] = field(default_factory=list)
+    """Of the trace, in order of time; a trace is bounded."""
+    ready: list[Point] = field(default_factory=list)
+    """Groups ready in the buffer, over wall clock."""
+    start_s: float = 0.0
+    """Start of the first span."""
     buffer: BufferData | None = None
     missing: list[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
@@ -407,9 +364,14 @@ def _read_status(folder: RunFolder, run: RunData) -> None:
 
 
 def _read_timeline(folder: RunFolder, run: RunData) -> None:
-    found = Timeline(trace.read(folder.timeline))
-    if found.end_s > found.start_s:
-        run.timeline = found
+    for event in trace.read(folder.timeline):
+        if event.ph == "X":
+            run.spans.append(event)
+        elif event.name == "groups ready":
+            run.ready.append((event.start_s, float(event.args.get("ready", 0))))
+    run.spans.sort(key=lambda span: span.ts)
+    if run.spans:
+        run.start_s = run.spans[0].start_s
     else:
         run.missing.append("timeline.json is empty, so there is no timeline.")
 
