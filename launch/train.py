@@ -37,7 +37,7 @@ from launch.host import configure_logging, ourselves, private_files
 from launch.model_folder import fetch_model
 from launch.observe.observer import Observer
 from launch.observe.sinks import Exporter, Tracker, check_wandb
-from launch.observe.status import Accuracy, PollResult
+from launch.observe.status import Accuracy, PollResult, RunStatus
 from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
 from launch.observe.view import Display
@@ -196,13 +196,17 @@ def _follow(
     at_end = stack.enter_context(ExitStack())
     at_end.callback(report_at_end, folder, tracker.event, display.last_line)
     trace = stack.enter_context(Trace(folder.timeline))
+
+    def show(status: RunStatus) -> None:
+        exporter.show(status)
+        display.update(status)
+
     observer = Observer(
         plan,
         started_s=started,
         earlier=earlier,
         look=lambda: supervisor.processes(),
-        on_quiet=display.update,
-        on_news=exporter.show,
+        on_news=show,
     )
     sinks = Sinks(tracker, display, trace, observer)
     stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
@@ -367,7 +371,7 @@ class _Run:
             self.sinks.tracker.step(row)
         trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
         self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
-        self.sinks.display.update(self._observer.polled())
+        self._observer.polled()
         for trip in trips:
             self._act(trip)
         if self._autoscale is not None and self._evaluation is None and self.interrupts.training:
@@ -428,7 +432,7 @@ class _Run:
             if time.monotonic() - heard_s >= POLL_S:
                 news = self.supervisor.hear_actors()
                 self.sinks.trace.take_in(news, self._observer.take_in(news))
-                self.sinks.display.update(self._observer.polled())
+                self._observer.polled()
                 for trip in self._tripwires.look(news, evaluating=True):
                     self._act(trip)
                 heard_s = time.monotonic()

@@ -42,7 +42,7 @@ from launch.observe.status import (
     waits,
     write_status,
 )
-from launch.observe.totals import ActorTotals, OverlapMeter, Rate, TrainedTotals, by_pool, lags_of
+from launch.observe.totals import ActorTotals, OverlapMeter, TrainedTotals, by_pool, lags_of
 from launch.pools import actor_pools
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class Observer:
         started_s: float | None = None,
         earlier: History | None = None,
         look: Callable[[], Sequence[ProcessStatus]] = tuple,
-        on_quiet: Callable[[RunStatus], None] = lambda status: None,
         on_news: Callable[[RunStatus], None] = lambda status: None,
         wall: Callable[[], float] = wall_time,
         clock: Callable[[], float] = time.monotonic,
@@ -74,12 +73,11 @@ class Observer:
         """Write nothing before the first phase.
 
         `started_s` is by `clock`; `earlier` is of a run that is resumed. `look` returns the processes as they are now,
-        without a wait. `on_news` gets every status that is written; `on_quiet` those between polls, in the observer's
-        thread.
+        without a wait. `on_news` gets every status that is written, in any thread.
         """
         config = plan.config
         self._path, self._metrics, self._config = plan.folder.status, plan.folder.metrics, config
-        self._look, self._on_quiet, self._on_news = look, on_quiet, on_news
+        self._look, self._on_news = look, on_news
         self._wall, self._clock, self._quiet_s = wall, clock, quiet_s
         self._started_s = (clock() if started_s is None else started_s) - (earlier.wall_s if earlier else 0.0)
         self.status = RunStatus(
@@ -95,7 +93,7 @@ class Observer:
             steps_redone=earlier.num_redone if earlier else 0,
         )
         self.trained, self.actor_totals = TrainedTotals(), ActorTotals()
-        self._overlap, self._trained_rate, self._trained_tokens = OverlapMeter(), Rate(), 0
+        self._overlap = OverlapMeter()
         self._reports: dict[str, ActorReport] = {}  # the newest of each actor that works
         self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
         self._lag0: dict[str, float] = {}
@@ -219,9 +217,9 @@ class Observer:
             if row["step"] <= step:
                 self._count(row)
 
-    def _count(self, row: Mapping[str, Any]) -> int:
+    def _count(self, row: Mapping[str, Any]) -> None:
         self.status.ledger_gap = max(self.status.ledger_gap, abs(int(row["buffer/ledger_gap"])))
-        return self.trained.add(row)
+        self.trained.add(row)
 
     def _take_in_actors(self, news: PollResult, now: float) -> None:
         since_s = 0.0 if self._polled_s is None else now - self._polled_s
@@ -239,10 +237,8 @@ class Observer:
         for step in steps:
             self._overlap.add_step(step["started_s"], step["finished_s"])
         for step in steps:
-            self._trained_tokens += self._count(step)
+            self._count(step)
             self.status.step, self.status.version = int(step["step"]), int(step["version"])
-            self._trained_rate.begin(step["started_s"] - (step.get("time/wait_for_batch") or 0.0))
-            self._trained_rate.update(step["finished_s"], {"tokens": self._trained_tokens})
             if step.get("mismatch/lag0_abs") is not None:
                 self.status.mismatch_lag0_abs = step["mismatch/lag0_abs"]
             metrics = {name: value for name, value in step.items() if not isinstance(value, dict)}
@@ -298,7 +294,7 @@ class Observer:
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.per_s("tokens")
         status.learner = LearnerStatus(
-            tokens_per_s=self._trained_rate.value("tokens", self._wall()),
+            tokens_per_s=status.row.get("perf/trained_tokens_per_s") or 0.0,
             waits_for=known.learner_waits_for,
             publishing=known.publishing or "",
             restarts=self._num_restarts,
@@ -383,8 +379,7 @@ class Observer:
                 self._known.processes = tuple(self._look()) or self._known.processes
             except Exception as error:  # one may be removed meanwhile; the next look, or poll, is right
                 log.info("the processes cannot be looked at now: %s", error)
-            status = self._write()
-        self._on_quiet(status)
+            self._write()
 
     def _write(self) -> RunStatus:
         self._describe()

@@ -106,6 +106,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All stages together."""
 
     tokens_per_s: float = 0.0
+    """Completion tokens that the newest step trained over its time, with the wait for its batch."""
     waits_for: str = ""
     publishing: str = ""
     """What keeps published weights from being on disk; empty if nothing does."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,20 +35,18 @@ class TrainedTotals:
         self._lags: dict[str, Counter[int]] = {}
         self._is_empty = True
 
-    def add(self, row: Mapping[str, Any]) -> int:
-        """Count a row; return the completion tokens that its step trained."""
+    def add(self, row: Mapping[str, Any]) -> None:
         if self._is_empty:
             self.first_mismatch, self._is_empty = row.get("mismatch/lag0_abs"), False
         self.restarts = int(row.get("restarts") or 0)
         for actor, lags in lags_of(row).items():
             self._lags.setdefault(actor, Counter()).update(lags)
         if row["skipped"]:
-            return 0
+            return
         num_tokens = int(row["batch/completion_tokens"])
         self.num_tokens += num_tokens
         self._lag_total += num_tokens * (row["lag/token_mean"] or 0.0)
         self.lag_max = max(self.lag_max, int(row["lag/token_max"]))
-        return num_tokens
 
     @property
     def lag_mean(self) -> float | None:
@@ -84,23 +81,16 @@ class Rate:
         self._points: list[tuple[float, dict[str, float]]] = []
 
     def update(self, now_s: float, totals: Mapping[str, float]) -> None:
-        """Take in totals at `now_s`, which is earlier than before if the clock of another host was set back."""
-        self._points = [point for point in self._points if point[0] <= now_s]
         self._points.append((now_s, dict(totals)))
         while len(self._points) > 2 and self._points[1][0] < now_s - self._window_s:
             self._points.pop(0)
 
-    def begin(self, now_s: float) -> None:
-        """Count from 0 at `now_s` if nothing is known yet: so the first step counts, however long it was."""
-        if not self._points:
-            self._points.append((now_s, {}))
-
-    def value(self, name: str, now_s: float = -inf) -> float:
-        """Return events per second as of the newest totals, or of `now_s` if that is later; 0 before two points."""
+    def value(self, name: str) -> float:
+        """Return events per second as of the newest totals; 0 before two points."""
         if len(self._points) < 2:
             return 0.0
         (t0, before), (t1, after) = self._points[0], self._points[-1]
-        return (after.get(name, 0.0) - before.get(name, 0.0)) / (max(t1, now_s) - t0) if t1 > t0 else 0.0
+        return (after.get(name, 0.0) - before.get(name, 0.0)) / (t1 - t0) if t1 > t0 else 0.0
 
 
 class Fresh:

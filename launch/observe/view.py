@@ -404,7 +404,7 @@ class Display:
         if status.buffer is not None:
             self._failures = failures(status.buffer.ledger, status.buffer.failed_by_reason)
         live = self._live
-        if self._stdout.is_lost:
+        if self._stdout.is_lost or status.ended is not None:
             self.__exit__()
         elif live is not None:
             live.update(View(status, status.written_s))

@@ -140,7 +140,7 @@ def _reward(run: RunData, chart: Chart) -> Figure:
 
 def _accuracy(run: RunData, chart: Chart) -> Figure:
     values = {
-        which: [(float(each.policy_version), getattr(each, which)) for each in run.evaluations]
+        which: [(float(each.policy_version), getattr(each, which)) for each in run.status.evaluations]
         for which in ("greedy", "sampled")
     }
     return lines(run, chart, {name: sorted(p for p in points if p[1] is not None) for name, points in values.items()})
@@ -152,7 +152,7 @@ def _queue(run: RunData, chart: Chart) -> Figure:
 
 def _lags(run: RunData, chart: Chart) -> Figure:
     """Return bars of the share of trained tokens by lag, in percent."""
-    lags = sum((Counter(of_pool) for of_pool in run.status.lags.values()), Counter()) if run.status else Counter[int]()
+    lags = sum((Counter(of_pool) for of_pool in run.status.lags.values()), Counter[int]())
     if not lags:
         return Figure(chart)
     percents = [round(100 * lags[lag] / lags.total(), 2) for lag in range(1 + max(lags))]

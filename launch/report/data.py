@@ -17,7 +17,7 @@ import msgspec
 from buffer.errors import BufferError
 from common.staleness import PolicyVersion
 from launch.observe import trace
-from launch.observe.status import Accuracy, RunStatus, StatusError, StatusView, look
+from launch.observe.status import BufferStatus, RunStatus, StatusError, StatusView, look
 from launch.run_folder import RunFolder
 from launch.text import TextOf, number, printable
 
@@ -44,6 +44,17 @@ TIMES = {
     "other": "other",
 }
 """Metrics of a step -> what the learner's time is spent on; "other" is the rest of `time/step`."""
+NO_BUFFER = BufferStatus(
+    ready_groups=0,
+    drawn_groups=0,
+    groups_per_step=0,
+    ledger={},
+    failed_by_reason={},
+    fidelity_ks=0.0,
+    is_draining=False,
+)
+UNKNOWN = RunStatus(run="", run_id="", folder="", pid=0, host="", started_s=0.0, num_steps=0, max_lag="unknown")
+"""Stands for the status of a run that has none."""
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -219,6 +230,7 @@ class RunData:
     failed: str = ""
     """Why the run failed; empty if it did not."""
     seen: StatusView | None = None
+    status: RunStatus = UNKNOWN
     spans: list[trace.Event] = field(default_factory=list)
     """Of the trace, in order of time; a trace is bounded."""
     ready: list[Point] = field(default_factory=list)
@@ -230,13 +242,9 @@ class RunData:
     """What could not be read, a sentence each."""
 
     @property
-    def status(self) -> RunStatus | None:
-        return self.seen.status if self.seen is not None else None
-
-    @property
     def exit_status(self) -> int | None:
         """Exit status of the last command of the run; None while it lives, or if it was killed."""
-        ended = self.seen.status.ended if self.seen is not None and not self.seen.resuming else None
+        ended = self.status.ended if self.seen is not None and not self.seen.resuming else None
         return ended.exit_status if ended is not None else None
 
     @property
@@ -250,23 +258,14 @@ class RunData:
         return "failed" if self.failed else "no end recorded"
 
     @property
-    def evaluations(self) -> Sequence[Accuracy]:
-        return self.status.evaluations if self.status is not None else ()
-
-    @property
     def num_steps(self) -> int:
         """Number of the last step; metrics.jsonl may still lack it."""
-        return max(self.metrics.num_steps, self.status.step if self.status is not None else 0)
+        return max(self.metrics.num_steps, self.status.step)
 
     @property
-    def ledger(self) -> Mapping[str, int]:
-        """Counts of samples as the status has them; empty without one."""
-        return self.status.buffer.ledger if self.status is not None and self.status.buffer is not None else {}
-
-    @property
-    def failed_by_reason(self) -> Mapping[str, int]:
-        buffer = self.status.buffer if self.status is not None else None
-        return buffer.failed_by_reason if buffer is not None else {}
+    def counts(self) -> BufferStatus:
+        """Counts of samples, as the status has them; empty without one."""
+        return self.status.buffer or NO_BUFFER
 
     def knob(self, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
         """Return a value of the config; None if it is unset or unknown."""
@@ -285,19 +284,12 @@ def collect(folder: RunFolder) -> RunData:
     Parts that are missing, torn or damaged are no error: `missing` names them.
     """
     run = RunData(folder.name, folder.root)
-    for read in (
-        _read_config,
-        _read_metrics,
-        _read_events,
-        _read_status,
-        _read_timeline,
-        _read_buffer,
-    ):
+    for read in (_read_config, _read_metrics, _read_events, _read_status, _read_timeline, _read_buffer):
         try:
             read(folder, run)
         except FileNotFoundError as error:
             name = Path(str(error.filename)).name
-            run.missing.append(f"{name} is not there{_CONSEQUENCES.get(name, '')}.")
+            run.missing.append(f"{name} is not there.")
         except StatusError as error:
             run.missing.append(f"How the run does or ended is not known: {error}.")
         except BufferError as error:
@@ -305,14 +297,6 @@ def collect(folder: RunFolder) -> RunData:
         except (OSError, ValueError) as error:
             run.missing.append(f"Part of {folder.root} cannot be read: {error}.")
     return run
-
-
-_CONSEQUENCES = {
-    "metrics.jsonl": ", so there are no curves",
-    "events.jsonl": ", so there are no events",
-    "timeline.json": ": the run is of an older Leeway, or it ended before it began",
-    "config.toml": ", so the config is not known",
-}
 
 
 def _json_lines(path: Path, run: RunData) -> Iterator[dict[str, Any]]:
@@ -361,6 +345,7 @@ def _read_events(folder: RunFolder, run: RunData) -> None:
 
 def _read_status(folder: RunFolder, run: RunData) -> None:
     run.seen = look(folder)
+    run.status = run.seen.status
 
 
 def _read_timeline(folder: RunFolder, run: RunData) -> None:

