@@ -19,7 +19,6 @@ import numpy.typing as npt
 from actors.admission import KvCache
 from buffer.schema import HANDED_ON, Prefix, VersionSpan
 from common.staleness import PolicyVersion
-from common.sums import Sums
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,7 +106,7 @@ class EngineReport:
     """Seconds that these waited in the engine before their first step."""
     kv_usage: float = 0.0
     moments: tuple[float, ...] = ()
-    """`common.sums.Sums` of the seconds of its steps, but for those after an idle moment or a weight update."""
+    """`planning.costs.Moments` of the seconds of its steps, but for those after an idle moment or a weight update."""
     kv_tokens: int = 0
     """Tokens that its cache holds; 0 if not known."""
 
@@ -117,8 +116,8 @@ class EngineStats:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._moments = Sums(4)
-        """By 1, running samples, tokens of context and computed prompt tokens."""
+        self._moments: npt.NDArray[np.float64] = np.zeros(3 + 4 + 4 * 4)
+        """`planning.costs.Moments` by 1, running samples, tokens of context and computed prompt tokens."""
         self.num_steps = 0
         """All so far, measured or not: a running sample's context grows by a token in each."""
         self._running = 0
@@ -176,12 +175,12 @@ class EngineStats:
         if step_s <= 0.0 or self._clock() - step_s < self._interrupted_s:
             return
         contexts = self._prompt_tokens + self._running * self.num_steps - self._first_steps
-        terms = (1.0, iteration.num_generation_tokens, contexts, iteration.prompt_token_stats.computed)
-        self._moments.add(terms, step_s)
+        terms = np.array([1.0, iteration.num_generation_tokens, contexts, iteration.prompt_token_stats.computed])
+        self._moments += [step_s**2, 1.0, step_s, *(step_s * terms), *np.outer(terms, terms).ravel()]
 
     @property
     def step_s(self) -> float:
-        return self._moments.total / self._moments.num_measured if self._moments.num_measured else 0.0
+        return float(self._moments[2] / self._moments[1]) if self._moments[1] else 0.0
 
     def report(self) -> EngineReport:
         """Return the counts; the greatest use of the cache begins anew."""
@@ -191,7 +190,7 @@ class EngineStats:
             num_ended=self._num_ended,
             queued_s=self._queued_s,
             kv_usage=kv_usage,
-            moments=tuple(self._moments.as_list()) if self._moments.num_measured else (),
+            moments=tuple(self._moments.tolist()) if self._moments[1] else (),
             kv_tokens=0 if self.cache is None else self.cache.num_blocks * self.cache.block_tokens,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from math import ceil, log2
+from math import log2
 
 import msgspec
 
@@ -20,27 +20,13 @@ MIN_SAMPLES = 256
 """Completions trained on before any alarm."""
 MEMORY = 4096
 """Completions after which the counts have faded by e."""
-NUM_NAMED = 3
-"""Starved buckets that a warning names."""
 _RESCALE_AT = 1e9
 _LONG = 0.95
 
 
-def bucket_of(num_tokens: float) -> int:
-    """The bucket of a length: 0 is one token, and each octave has two."""
-    whole = int(num_tokens)
-    return _BUCKETS[whole] if whole < len(_BUCKETS) else _bucket(whole)
-
-
-def _bucket(num_tokens: int) -> int:
+def bucket_of(num_tokens: int) -> int:
+    """Return the bucket of a length: 0 is one token, and each octave has two."""
     return min(NUM_BUCKETS - 1, int(2 * log2(max(1, num_tokens))))
-
-
-_BUCKETS = bytes(_bucket(num_tokens) for num_tokens in range(2**16))
-
-
-def bounds_of(bucket: int) -> tuple[int, int]:
-    return ceil(2 ** (bucket / 2)), ceil(2 ** ((bucket + 1) / 2)) - 1
 
 
 class LengthCounts(msgspec.Struct):
@@ -92,7 +78,6 @@ class Fidelity(msgspec.Struct):
 
     generated: LengthCounts = msgspec.field(default_factory=LengthCounts)
     trained: LengthCounts = msgspec.field(default_factory=LengthCounts)
-    warned_at: int = -1
 
     @property
     def now(self) -> LengthFidelity:
@@ -106,17 +91,6 @@ class Fidelity(msgspec.Struct):
     def is_alarming(self) -> bool:
         """Do the two differ by more than `ALARM`, after enough samples to tell?"""
         return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.now.ks > ALARM
-
-    def starved(self) -> str:
-        """The lengths that training misses most, in words."""
-        pairs = zip(self.generated.shares(), self.trained.shares(), strict=True)
-        missing = sorted(((made - used, made, used, b) for b, (made, used) in enumerate(pairs)), reverse=True)
-        named = [
-            "{}-{} tokens ({:.1%} of generated, {:.1%} of trained)".format(*bounds_of(bucket), made, used)
-            for gap, made, used, bucket in missing[:NUM_NAMED]
-            if gap > 0
-        ]
-        return "; ".join(named)
 
 
 def quantile(shares: Sequence[float], share: float) -> float:

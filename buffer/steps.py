@@ -9,7 +9,6 @@ draw that is not finished.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,20 +19,15 @@ from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
 from buffer.index import ReadyGroup
 from buffer.leases import Leases
-from buffer.lengths import ALARM
 from buffer.protocol import BeginIncarnation, CheckpointDurable, DrawRequest, IncarnationReply, Published, StepFinished
 from buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
-log = logging.getLogger(__name__)
-
 MAX_BEHIND = 1024
 """Steps by which the service's view of the learner may be late."""
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""
-WARN_EVERY_STEPS = 100
-"""Steps between two warnings of length fidelity."""
 
 
 class Steps:
@@ -122,7 +116,6 @@ class Steps:
         state.version, state.step = message.version, message.step
         tx.undo.append(self._groups.prompts.pace.undo())
         self._groups.prompts.pace.finished()
-        self._watch_lengths(state)
 
     def durable(self, tx: Transaction, message: CheckpointDurable) -> None:
         self._check_incarnation(tx.state, message.incarnation)
@@ -413,24 +406,6 @@ class Steps:
             tx.state.ledger.move(len(settled), source, target)
             if not skipped and group.is_uninformative:
                 tx.state.ledger.trained_uninformative += len(settled)
-
-    def _watch_lengths(self, state: StoreState) -> None:
-        """Warn where training leaves some lengths out."""
-        fidelity = state.fidelity
-        if not fidelity.is_alarming:
-            return
-        if fidelity.warned_at < 0 or not 0 <= state.step - fidelity.warned_at < WARN_EVERY_STEPS:
-            fidelity.warned_at = state.step
-            remedy = "Raise max_lag, or set sampler = 'fifo'"
-            if state.ledger.uninformative:
-                remedy += "; refill_uninformative leaves out the lengths of groups whose rewards are all equal"
-            log.warning(
-                "the lengths trained on differ from those generated: KS distance %.2f, above %.2f. Starved: %s. %s",
-                fidelity.now.ks,
-                ALARM,
-                fidelity.starved(),
-                remedy,
-            )
 
 
 def _some(names: list[str], num: int) -> str:

@@ -19,7 +19,6 @@ from itertools import combinations
 
 import numpy as np
 
-from common.sums import Sums
 from learner.packing import (
     MOST_EVALUATED,
     ONE_PASS,
@@ -74,10 +73,33 @@ class Fit:
     """Root mean square of the residuals over the mean of what was measured."""
 
 
-class Moments(Sums):
-    """What least squares need to know of many measurements: sums that are stored, added and fitted."""
+class Moments:
+    """What least squares need to know of many measurements: sums that are stored, added and fitted.
 
-    __slots__ = ()
+    Stored are the sum of squares, the number and the sum of what was measured, its products with the terms of the law,
+    and the products of the terms with each other.
+    """
+
+    def __init__(self, num_terms: int) -> None:
+        self._products: FloatArray = np.zeros((num_terms, num_terms))
+        self._targets: FloatArray = np.zeros(num_terms)
+        self._squares = 0.0
+        self.num_measured = 0
+        self.total = 0.0
+        """Sum of what was measured."""
+
+    def add(self, terms: Sequence[float], measured: float) -> None:
+        """Add one measurement, and the values of the terms at which it was taken."""
+        values = np.asarray(terms, np.float64)
+        self._products += np.outer(values, values)
+        self._targets += measured * values
+        self._squares += measured * measured
+        self.num_measured += 1
+        self.total += measured
+
+    def as_list(self) -> list[float]:
+        sums = (self._squares, self.num_measured, self.total)
+        return [*map(float, sums), *self._targets.tolist(), *self._products.reshape(-1).tolist()]
 
     @classmethod
     def from_list(cls, sums: Sequence[float]) -> Moments:

@@ -6,6 +6,7 @@ run; any other connection is refused in the handshake, before a byte of a messag
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
@@ -13,7 +14,6 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -23,6 +23,9 @@ from zmq.utils import z85
 log = logging.getLogger(__name__)
 
 COMPLAIN_EVERY_S = 60.0
+"""Least seconds between two lines about refused keys."""
+BURST_S = 1.0
+"""Seconds from the first key of a burst to the line that counts it."""
 HANDSHAKE_S = 2.0
 """Handshake timeout; limits idle unauthenticated connections."""
 LOOPBACK = "127.0.0.1"
@@ -111,18 +114,16 @@ class Doorkeeper(ThreadAuthenticator):
     libzmq asks about each key (ZAP, https://rfc.zeromq.org/spec/27/). Connections without one fail in the handshake.
     """
 
-    def __init__(
-        self, service: zmq.Socket[bytes], keys: ServiceKeys, who: str, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, service: zmq.Socket[bytes], keys: ServiceKeys, who: str) -> None:
         """Start before the socket binds, in a context without another ZAP handler; the log calls the service `who`.
 
-        `stop` ends the thread; call it once the service's socket is closed.
+        Call `stop` once the service's socket is closed.
         """
         super().__init__(service.context)
         self._keys = keys
         self._who = who
-        self._clock = clock
         self._num_unlogged = 0
+        self._last_address = ""
         self._complain_at = -math.inf
         self.num_refused = 0
         _raise_descriptor_limit()
@@ -145,18 +146,28 @@ class Doorkeeper(ThreadAuthenticator):
     def _refused(self, address: str) -> None:
         self.num_refused += 1
         self._num_unlogged += 1
-        if self._clock() < self._complain_at:
-            return
+        self._last_address = address or "an unknown address"
+        if self._num_unlogged == 1:
+            delay_s = max(BURST_S, self._complain_at - time.monotonic())
+            asyncio.get_running_loop().call_later(delay_s, self._log_burst)
+
+    def _log_burst(self) -> None:
         log.warning(
             "%s refused strangers: %d with a key that is not of this run, the last one from %s. Logged at most once in "
             "%g s",
             self._who,
             self._num_unlogged,
-            address or "an unknown address",
+            self._last_address,
             COMPLAIN_EVERY_S,
         )
         self._num_unlogged = 0
-        self._complain_at = self._clock() + COMPLAIN_EVERY_S
+        self._complain_at = time.monotonic() + COMPLAIN_EVERY_S
+
+    def stop(self) -> None:
+        """End the thread, and log what is left of a burst."""
+        super().stop()
+        if self._num_unlogged:
+            self._log_burst()
 
 
 def _raise_descriptor_limit() -> None:

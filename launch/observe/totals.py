@@ -130,7 +130,7 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
     hand_on_at: int = 0
     """Tokens with which a sample goes on in a faster pool; 0: none does."""
     moments: list[float] = []
-    """What their steps cost, by what runs in them, as `common.sums.Sums` stores it."""
+    """What their steps cost, by what runs in them, as `planning.costs.Moments` stores it."""
     settled_s: float | None = None
     """From a completion to its commit."""
 

@@ -25,14 +25,8 @@ def cache(usage, running=2):
 
 
 def test_contexts_grow_by_a_token_a_step_and_leave_with_their_request():
-    clock, seen = Clock(), []
+    clock = Clock()
     stats = EngineStats(clock)
-
-    class Recorded(Moments):
-        def add(self, terms, seconds):
-            seen.append((*terms[1:], seconds))
-
-    stats._moments = Recorded(4)
     with stats.request(10):
         stats.record(cache(0.1), step([], prompt_tokens=10))  # its first: there is no step before it to measure from
         with stats.request(20):
@@ -44,8 +38,11 @@ def test_contexts_grow_by_a_token_a_step_and_leave_with_their_request():
         clock.now_s += 1.0
         stats.record(cache(0.1), step([0.125]))
     # (samples, tokens of their contexts, prompt tokens computed, seconds)
-    assert seen == [(2, (10 + 2) + (20 + 1), 20, 0.5), (2, (10 + 3) + (20 + 2), 0, 0.25), (1, 30 + 1, 0, 0.125)]
+    expected = Moments(4)
+    for *terms, seconds in (2, (10 + 2) + (20 + 1), 20, 0.5), (2, (10 + 3) + (20 + 2), 0, 0.25), (1, 30 + 1, 0, 0.125):
+        expected.add((1.0, *terms), seconds)
     report = stats.report()
+    assert list(report.moments) == expected.as_list()
     assert (report.num_preempted, report.num_ended, report.queued_s, report.kv_usage) == (1, 1, 0.5, 0.4)
     assert stats.report().kv_usage == 0.0
 

@@ -1,7 +1,5 @@
 """Lengths: fidelity of what is trained to what was generated."""
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,6 @@ from buffer.lengths import (
     NUM_BUCKETS,
     Fidelity,
     LengthCounts,
-    bounds_of,
     bucket_of,
     ks_distance,
 )
@@ -35,8 +32,7 @@ def log_normal(random, num):
 
 def test_every_length_lies_in_its_bucket():
     for length in [*range(1, 3000), 8192, 65536]:
-        low, high = bounds_of(bucket_of(length))
-        assert low <= length <= high
+        assert 2 ** (bucket_of(length) / 2) <= length < 2 ** ((bucket_of(length) + 1) / 2)
     assert bucket_of(0) == 0
     assert bucket_of(2**40) == NUM_BUCKETS - 1
 
@@ -86,23 +82,20 @@ def test_the_ratio_of_the_95th_percentiles_tells_starved_long_answers_to_a_bucke
 # --- fidelity ---------------------------------------------------------------------------------------
 
 
-def test_starved_lengths_raise_the_distance_and_one_warning_that_names_them(make, caplog, monkeypatch):
+def test_starved_lengths_raise_the_distance_and_its_alarm(make, monkeypatch):
     monkeypatch.setattr("buffer.samplers.REWARD_TEMPERATURE", 0.01)
     settings = BufferConfig(sampler="reward_softmax", max_uses=400)
     buffer, actor = started(make, settings, groups_per_step=2)
     generate(buffer, actor, 4, [1.0], tokens=16)
     generate(buffer, actor, 4, [0.0], tokens=3000)
-    with caplog.at_level(logging.WARNING):
-        for step in range(1, 90):
-            train(buffer, step)
+    for step in range(1, 90):
+        train(buffer, step)
     status = buffer.status()
     assert (status.fidelity_alarm, status.fidelity.ks) == (True, pytest.approx(0.5, abs=0.01))
     assert buffer.draw(90, 89)[0].fidelity == status.fidelity
-    assert len(caplog.records) == 1
-    assert "Starved: 2897-4095 tokens (50.0% of generated, 0.0% of trained)" in caplog.text
 
 
-def test_faithful_training_raises_no_alarm(make, caplog):
+def test_faithful_training_raises_no_alarm(make):
     buffer, actor = started(make, BufferConfig(), groups_per_step=4)
     random = np.random.default_rng(0)
     for step in range(1, 60):
@@ -111,7 +104,6 @@ def test_faithful_training_raises_no_alarm(make, caplog):
         train(buffer, step)
     assert buffer.status().fidelity.ks < 0.02
     assert not buffer.status().fidelity_alarm
-    assert caplog.records == []
 
 
 def test_a_redone_step_does_not_count_its_lengths_again(make):
