@@ -58,7 +58,6 @@ class Channel:
     """One direction: `send` on the coordinator, `receive` on every other rank, in the same order."""
 
     def __init__(self, place: MeshPlace) -> None:
-        """Use the default process group, whose timeout bounds every wait."""
         self._coordinator = place.coordinator
         self._is_coordinator = place.is_coordinator
         self._alone = place.num_ranks == 1

@@ -269,8 +269,6 @@ def plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list[
 
 @dataclass(frozen=True)
 class _Samples:
-    """What packing knows of the sequences."""
-
     length_B: IntArray
     prompt_B: IntArray
     same_B: IntArray

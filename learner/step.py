@@ -288,7 +288,6 @@ class _Clock:
         self._last_s = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Count the seconds since the last lap."""
         if self._device.type == "cuda":
             # kernels run on after the calls that start them, and would count for the part that waits for them first
             torch.cuda.synchronize(self._device)

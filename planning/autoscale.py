@@ -121,7 +121,6 @@ class Following:
     """Looks at every step of a run; advises where it has been sure for long enough."""
 
     def __init__(self) -> None:
-        """Of a run of which it has seen no step."""
         self._lengths = _Trend()
         self._samples = self._tokens = self._train_s = self._used = self._waited = 0.0
         self._num_seen = 0
@@ -211,7 +210,6 @@ class Autoscale:
     """Looks at each step, and says what should change; acting is its caller's. Loaded by `launch.train`."""
 
     def __init__(self, config: Config) -> None:
-        """Of a run that has not taken a step."""
         self.mode = config.launch.autoscale
         self._following = Following()
         self._before: Row | None = None

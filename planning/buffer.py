@@ -50,7 +50,6 @@ class SimulatedBuffer:
     """Groups that are open, and those that are ready to be drawn."""
 
     def __init__(self, world: World, seed: int) -> None:
-        """Empty; the seed is that of the draws."""
         self._world = world
         self._draws = np.random.default_rng([seed, 2])
         self._sampler, self._weigh = build(world.buffer)
@@ -105,7 +104,6 @@ class SimulatedBuffer:
         return [self._ready[group_id] for group_id in chosen]
 
     def use(self, groups: Sequence[SimulatedGroup]) -> None:
-        """A step takes them."""
         for group in groups:
             group.uses += 1
         self._drawn = [self._ready.pop(group.id) for group in dict.fromkeys(groups)]
@@ -185,7 +183,6 @@ class SimulatedPrompts:
         return prompt, self._stream.lengths(prompt)
 
     def hand_on(self, group: SimulatedGroup) -> None:
-        """Its samples that rest go on elsewhere."""
         self._handed_on.append(group)
 
     def take_up(self, pool: EnginePool) -> SimulatedGroup | None:
@@ -200,11 +197,9 @@ class SimulatedPrompts:
 
     @property
     def has_handed_on(self) -> bool:
-        """Is there a group to go on with?"""
         return bool(self._handed_on)
 
     def hands_on_at(self, pool: EnginePool) -> float:
-        """Tokens with which a sample leaves an engine of a pool."""
         return self._policy.hands_on_at(self._speeds(pool))
 
     def give_back(self, prompt: int) -> None:

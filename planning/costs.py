@@ -103,7 +103,7 @@ class Moments:
 
     @classmethod
     def from_list(cls, sums: Sequence[float]) -> Moments:
-        """As they were stored; ValueError where they are none."""
+        """Rebuild them from `as_list`; ValueError if these are the sums of no law."""
         num_terms = int(len(sums) ** 0.5)
         while num_terms and 3 + num_terms + num_terms**2 > len(sums):
             num_terms -= 1
@@ -255,14 +255,11 @@ class LearnerTime:
 def terms(
     tokens: float, squares: float, num_micro_batches: int, shape: LearnerShape, *, takes_two: bool = False
 ) -> tuple[float, ...]:
-    """What each coefficient of `LearnerTime` is multiplied with, for a step that was measured.
+    """Return what each coefficient of `LearnerTime` is multiplied with, for a step that was measured.
 
-    Args:
-        tokens: that were computed, of all replicas.
-        squares: sum of the squared lengths of its sequences, less those of prompts that were computed for another.
-        num_micro_batches: of all replicas, if the step were one minibatch.
-        shape: of the learner that took the step.
-        takes_two: did its updates take a forward pass by themselves?
+    `tokens` were computed, of all replicas; `squares` sums the squared lengths of its sequences, less those of prompts
+    that were computed for another; `num_micro_batches` are those of all replicas, if the step were one minibatch;
+    `takes_two`: its updates took a forward pass by themselves.
     """
     num_parts = shape.num_minibatches
     per_part = shape.rule(CostModel()).num_micro_batches(-(-num_micro_batches // num_parts)) / shape.num_replicas

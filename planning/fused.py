@@ -188,7 +188,6 @@ class _List:
             own[0].arrived[0] = num_micro_batches
 
     def run(self) -> Order | None:
-        """None where all come to wait for room."""
         ranks: list[list[Action]] = [[] for _ in range(self._num_stages)]
         free = set(range(self._num_stages))
         running: list[tuple[float, int, _Stage, int]] = []
@@ -303,11 +302,7 @@ class FusedPasses:
         return self._run(batch, None)
 
     def train(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None]) -> list[Tensor | None]:
-        """Add the gradients of sum(coefficients * outputs) of each network; the rest as `forward_only`.
-
-        Raises:
-            OutOfMemory: the pass does not fit into the memory of the device.
-        """
+        """Add the gradients of sum(coefficients * outputs) of each network; OutOfMemory if that does not fit."""
         return self._run(batch, coefficients)
 
     def _run(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None] | None) -> list[Tensor | None]:
@@ -348,8 +343,6 @@ def _groups_of(firsts: Sequence[int], timeout: timedelta | None) -> _Groups:
 
 
 class _Line:
-    """One network's stage on this rank, during one pass."""
-
     def __init__(
         self,
         module: StageModule,
@@ -428,7 +421,6 @@ class _Inbox:
         self._expect()
 
     def take(self) -> Tensor:
-        """The next of them, once it is here."""
         work, tensor = self._expected
         self._expect()
         work.wait()

@@ -103,12 +103,9 @@ class LengthHistory:
         return min(1.0, max(0.0, self._product / self._square))
 
     def goes_on(self, made: Floats, at: Floats, usual_tokens: Floats) -> Floats:
-        """P(a completion has `at` tokens or more | it has more than `made`), which is 1 where `at` is no more.
+        """Return P(a completion has `at` tokens or more | it has more than `made`), 1 if `at` is no more.
 
-        Args:
-            made: tokens, in any shape that goes with that of the others.
-            at: tokens.
-            usual_tokens: what is foretold; 0: nothing is.
+        `usual_tokens` is what is foretold; 0: nothing is. Shapes are broadcast.
         """
         if self._sorted is None:
             self._sorted = np.sort(np.array(self._recent, np.float64))
@@ -144,7 +141,6 @@ class KvGate(Generic[K]):
 
     @property
     def needs_lengths(self) -> bool:
-        """Does what it decides depend on what is foretold?"""
         return self._cache is not None
 
     def has_room(self, sample: KvSample, now: float) -> bool:
@@ -256,7 +252,6 @@ class _Ahead(NamedTuple):
         return _Ahead(self.mean_T + mean_T, self.variance_T + variance_T, self.times_T)
 
     def fits(self, cache: KvCache) -> bool:
-        """Is the cache likely to hold them?"""
         return bool((self.mean_T + MARGIN * np.sqrt(self.variance_T)).max() <= cache.num_blocks)
 
 
@@ -269,7 +264,6 @@ class CacheAdmission:
     """Samples that wait for the gate of one engine, FIFO: the first that does not fit yet holds back those behind."""
 
     def __init__(self, gate: KvGate[Any], now: Callable[[], float]) -> None:
-        """Nothing waits; `now` as `KvGate` has it."""
         self._gate, self._now = gate, now
         self.num_sure = gate.num_sure
         self._waiting: deque[tuple[asyncio.Future[None], Hashable, KvSample]] = deque()

@@ -59,11 +59,6 @@ class LengthLaw:
     """Share of the variance of the normal score that the prompt decides, 0..1."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no law.
-
-        Raises:
-            ValueError: lengths below a token, or not ascending; a share that is none.
-        """
         if len(self.quantiles) < 2 or self.quantiles[0] < 1 or list(self.quantiles) != sorted(self.quantiles):
             raise ValueError("quantiles of lengths are at least two, at least 1, and ascending")
         if not 0.0 <= self.explained <= 1.0:
@@ -71,7 +66,7 @@ class LengthLaw:
 
     @classmethod
     def measured(cls, lengths: npt.ArrayLike, explained: float = 0.0) -> LengthLaw:
-        """Of completions that were seen; ValueError where there are none."""
+        """Return the law of completions that were seen; ValueError if there are none."""
         seen = np.asarray(lengths, np.float64)
         if not len(seen):
             raise ValueError("a law of lengths needs at least one completion")
@@ -116,7 +111,6 @@ class PromptStream:
     _MANY = 4096
 
     def __init__(self, law: LengthLaw, num_prompts: int, group_size: int, seed: int) -> None:
-        """Of so many prompts, each of which the law makes long or short for ever; a new order in every epoch."""
         self._law, self._group_size, self._num_prompts = law, group_size, num_prompts
         self._scores = np.random.default_rng([seed, 0]).standard_normal(num_prompts)
         self._random = np.random.default_rng([seed, 1])
@@ -127,7 +121,6 @@ class PromptStream:
         """Lengths of the samples of their groups, by prompt."""
 
     def next(self) -> int:
-        """The next prompt of the data's order."""
         if not self._ahead:
             while len(self._order) < self._MANY:
                 self._order += self._random.permutation(self._num_prompts).tolist()
@@ -153,11 +146,9 @@ class PromptStream:
 
 
 def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> float:
-    """Share of the variance of the normal scores of lengths that prompts explain, by one-way analysis of variance.
+    """Return the share of the variance of the normal scores of lengths that prompts explain.
 
-    Args:
-        prompt_ids: of each completion.
-        lengths: its tokens.
+    By one-way analysis of variance, from the prompt and the tokens of each completion.
     """
     prompts, values = np.asarray(prompt_ids), np.asarray(lengths, np.float64)
     if len(values) < 2 or values.min() == values.max():
@@ -249,14 +240,10 @@ class LengthModel:
     def see(
         self, prompt: int, lengths: Sequence[int], cut: Sequence[bool], version: int, *, is_late: bool = False
     ) -> Visit:
-        """A group of a prompt completed; what is known of the prompt now.
+        """Learn from a complete group of a prompt; return what is known of the prompt now.
 
-        Args:
-            prompt: its id.
-            lengths: completion tokens of its samples, at least one.
-            cut: which of them would have gone on.
-            version: of the learner by now.
-            is_late: the slowest lane would have been late with it, as was foretold.
+        `lengths` are the completion tokens of its samples, at least one; `cut`: which of them would have gone on;
+        `version`: of the learner by now; `is_late`: the slowest lane would have been late with it, as was foretold.
         """
         shape, (own, variance), size = self.shape, self._own_at(prompt, version), len(lengths)
         weight, after = variance / (variance + self.noise / size), own

@@ -53,10 +53,9 @@ class Planner:
     def __init__(
         self, path: Path, overrides: Sequence[str], profile: Profile, hosts: Sequence[Host], prices: Mapping[str, float]
     ) -> None:
-        """Of a config file and what is said on the command line, which no plan changes.
+        """Load a config; no plan changes what `overrides`, of the command line, say.
 
-        Raises:
-            ConfigError: the config is wrong, or the profile or the prices are not of it.
+        ConfigError if the config is wrong, or the profile or the prices are not of it.
         """
         self._path, self._overrides = path, list(overrides)
         self.config = load_config(path, overrides)
@@ -126,7 +125,6 @@ class Planner:
         }
 
     def keys_of(self, plan: Plan) -> Keys:
-        """What a plan would write into the config."""
         keys: dict[str, Any] = {}
         for name, choice in self.space.choices(plan).items():
             if isinstance(choice, LearnerShape):
@@ -138,11 +136,7 @@ class Planner:
         return {key: value for key, value in keys.items() if key not in self._fixed}
 
     def find(self, say: Callable[[str, float | None], None]) -> list[Candidate]:
-        """The best plans, best first.
-
-        Raises:
-            ConfigError: none fits.
-        """
+        """Return the best plans, best first; ConfigError if none fits."""
         say("weighing plans", None)
         found = [plan for plan, _ in search(self.space, self.score, NUM_SIMULATED)]
         own = tuple(0 if key == "learner" else each.index(self.own[key]) for key, each in self.space.dimensions.items())
@@ -169,7 +163,6 @@ class Planner:
         return found
 
     def as_it_is(self) -> Prediction:
-        """What the config would do without a plan."""
         return predict(self._as_it_is)
 
     # --- scores -----------------------------------------------------------------------------------
@@ -314,11 +307,7 @@ class Planner:
         return layers if layers and isinstance(layers, int) else own.num_stages * own.num_chunks
 
     def _with(self, keys: Keys) -> Config:
-        """The config with these keys.
-
-        Raises:
-            ConfigError: it would be wrong.
-        """
+        """Return the config with these keys; ConfigError if it would be wrong."""
         total = {}
         if self._says_total:  # so that it is true of any counts; `score` sees to it where the command line says it
             counts = {name: pool.count for name, pool in self._actors.items()}

@@ -56,7 +56,6 @@ class Host(NamedTuple):
     """That processes may use, where they are fewer than Ray counts as CPUs."""
 
     def takes(self, pool: WorkerPool) -> bool:
-        """May workers of the pool be on it?"""
         return self.is_here or pool.bundle.keys() <= {"CPU", "GPU", *(f"pool_{name}" for name in self.pools)}
 
 
@@ -77,11 +76,7 @@ def host_here() -> Host:
 
 
 def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
-    """The hosts of a file as `launch/cluster.sh` takes it, each with so many CPUs and GPUs.
-
-    Raises:
-        ConfigError: it cannot be read, or names no host.
-    """
+    """Return the hosts of a file as `launch/cluster.sh` takes it; ConfigError if it cannot be read, or names none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -103,11 +98,7 @@ def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
 
 
 def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | None = None) -> World:
-    """The run of a config, at the costs of a profile.
-
-    Raises:
-        ConfigError: the profile has no engines like those of a pool, or is of another learner.
-    """
+    """Return the run of a config, at the costs of a profile; ConfigError if the profile is of other engines or keys."""
     learner, here = profile.learner, settings_of(config)
     for key, value in profile.settings.items():
         if here.get(key) != value:
@@ -140,11 +131,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
 
 
 def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
-    """Of the profile's engines those of this pool, or else of its kind.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return those of the profile's engines that are of this pool, or of its kind; ConfigError if there are none."""
     here, named, why = settings_of_engine(pool.config), profile.engines.get(pool.name), ""
     for costs in (*([named] if named else []), *profile.engines.values()):
         there = costs.settings
@@ -220,16 +207,11 @@ def _token_s(world: World, found: Outcome) -> float:
 
 
 def as_overrides(keys: Keys) -> list[str]:
-    """Keys as the command line gives them."""
     return [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
 
 
 def write_plan(path: Path, candidate: Candidate, profile: Path) -> None:
-    """A TOML patch, with the prediction that it was chosen for.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a TOML patch with the prediction that it was chosen for; ConfigError if it cannot be written."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in candidate.keys.items():
         section, _, name = key.rpartition(".")
@@ -250,11 +232,7 @@ def write_plan(path: Path, candidate: Candidate, profile: Path) -> None:
 
 
 def read_plan(path: Path) -> list[str]:
-    """Return the keys of a plan as overrides.
-
-    Raises:
-        ConfigError: it is not there, or is not a plan.
-    """
+    """Return the keys of a plan as overrides; ConfigError if it is not there, or is not a plan."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
         told = tree.pop("plan", None)
@@ -279,11 +257,7 @@ def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[Key, Any]
 
 
 def prices_of(words: Sequence[str]) -> dict[str, float]:
-    """POOL=PER_HOUR, each.
-
-    Raises:
-        ConfigError: one has another form, or is no price.
-    """
+    """Return the prices of words POOL=PER_HOUR; ConfigError if one has another form, or is no price."""
     prices = {}
     for word in words:
         pool, equals, text = word.partition("=")

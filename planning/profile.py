@@ -127,7 +127,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the config that decide what a step or a sample costs, as they were."""
 
     def costs(self) -> Costs:
-        """Of what is neither a token nor a step."""
         return self.weights.as_costs(self.samples.settled_s, self.learner.between_steps_s)
 
     def write(self, path: Path) -> None:

@@ -79,11 +79,7 @@ class _Trained(NamedTuple):
 
 
 def profile_of(folders: Sequence[RunFolder]) -> Profile:
-    """What runs of one model on this machine cost, together.
-
-    Raises:
-        ConfigError: one of them is too short, or is not readable; the text says which.
-    """
+    """Return what runs of one model on this machine cost; ConfigError names one that is too short or not readable."""
     return _profile_of([_Run(folder) for folder in folders])
 
 
@@ -128,11 +124,7 @@ def _profile_of(runs: Sequence[_Run]) -> Profile:
 
 
 def costs_of(folders: Sequence[RunFolder]) -> Costs:
-    """What is neither a token nor a step, of runs whose engines need not have measured anything.
-
-    Raises:
-        ConfigError: as `profile_of`.
-    """
+    """Return what is neither a token nor a step, of runs whose engines need not have measured anything."""
     runs = [_Run(folder) for folder in folders]
     weights = _weights(runs)
     return weights.as_costs(_settled_s(runs), _between_steps_s(runs))
@@ -265,7 +257,6 @@ class _Run:
         return {"model": self.model, **settings_of(self.config), **engines}
 
     def add_steps(self, law: Moments) -> None:
-        """What each step cost, by what was in it."""
         shape = shape_of(self.config)
         for row in self.steps:
             shared = row["batch/tokens"] * (row.get("batch/shared_frac") or 0.0)
@@ -332,9 +323,7 @@ def _trained(folder: RunFolder) -> _Trained:
 def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
     """Run a config twice, until each run has taken enough steps, and profile that.
 
-    Raises:
-        ConfigError: it is wrong, or a run came to nothing; the text has its last words.
-        KeyboardInterrupt: both have ended by then.
+    ConfigError if it is wrong, or a run failed; the text has the end of its log. No run is left on KeyboardInterrupt.
     """
     config = load_config(config_path, overrides)
     check_generates(config)

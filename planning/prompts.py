@@ -210,11 +210,7 @@ class ChosenPrompts(Prompts):
         self._is_loaded = False
 
     def load(self, tx: Transaction) -> None:
-        """Read what is stored. What was learned of a prompt is forgotten if it is damaged.
-
-        Raises:
-            CorruptRecord: a prompt of the window is damaged.
-        """
+        """Read what is stored, but for damaged rows of what was learned; CorruptRecord if the window is damaged."""
         if self._is_loaded:
             return
         _forget_damaged(tx.lengths)
@@ -283,10 +279,9 @@ class ChosenPrompts(Prompts):
         return VisitsReply(self.lengths.num_seen, self.lengths.is_expecting), batch
 
     def expect(self, message: Expect, batch: pa.RecordBatch) -> None:
-        """Accept predictions of new prompts. They are not stored: the ranker sends them again.
+        """Accept predictions of new prompts; BufferRefused if they are of unknown prompts, or no numbers.
 
-        Raises:
-            BufferRefused: it is of prompts that there are not, or no number.
+        They are not stored: the ranker sends them again.
         """
         means = batch.column(0).to_numpy()
         if message.first + len(means) > self.facts.num_prompts or not np.isfinite(means).all():

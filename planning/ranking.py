@@ -117,22 +117,12 @@ class Ranker:
     """Tells the buffer of a run what to expect of prompts. It keeps nothing, and nobody waits for it."""
 
     def __init__(self, context: RunContext[ActorSections]) -> None:
-        """Load the prompts and meet the buffer.
-
-        Raises:
-            TaskError: the task or the tokenizer is not as the configuration says.
-            BufferUnavailable: the buffer does not answer.
-            BufferRefused: it serves another run.
-        """
+        """Load the prompts and connect to the buffer; errors as `load_encoded` and `BufferClient.connect`."""
         config = context.config
         task, _ = load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens, all_columns=True)
         self._features = Features(task.train)
         self._client = BufferClient(
-            context.buffer_address,
-            run_id=context.facts.run_id,
-            role="ranker",
-            name="ranker",
-            keys=context.keys,
+            context.buffer_address, run_id=context.facts.run_id, role="ranker", name="ranker", keys=context.keys
         )
         self._client.connect()
         self._num_known = 0
@@ -140,11 +130,7 @@ class Ranker:
         self._has_told = False
 
     def run(self) -> None:
-        """Look now and then whether there is more to learn from, until its process ends.
-
-        Raises:
-            BufferUnavailable: the buffer did not answer in time.
-        """
+        """Look now and then whether there is more to learn from; BufferUnavailable if the buffer does not answer."""
         try:
             while True:
                 self.look()
@@ -172,13 +158,9 @@ class Ranker:
 
 
 def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, variances: Floats) -> Expected | None:
-    """What is expected of all prompts; None where too few are known, or their tokens tell nothing.
+    """Return what is expected of all prompts; None if too few are known, or their tokens tell nothing.
 
-    Args:
-        features: of all prompts.
-        known: prompts that groups were seen of.
-        means: of their own part of log tokens.
-        variances: how sure that is.
+    `known` are the prompts that groups were seen of; `means` of their own part of log tokens; `variances` of these.
     """
     from sklearn.linear_model import Ridge  # a second, which the launcher need not wait
 
@@ -242,12 +224,10 @@ class RankerService:
     """The ranker: one process beside the services, which a run neither waits for nor ends with."""
 
     def __init__(self, plan: Plan, notify: Notify) -> None:
-        """Start nothing yet."""
         self._plan, self._notify = plan, notify
         self.processes: list[PlacedProcess] = []
 
     def start(self, context: RunContext[Config]) -> None:
-        """Start it; returns at once."""
         self._context = context
         log, restarts = self._plan.folder.log("ranker", 0), Restarts(MAX_RESTARTS)
         process = PlacedProcess("ranker", 0, None, log, restarts, placement=PlacementGroup([], "the ranker"))
@@ -275,7 +255,6 @@ class RankerService:
             self._spawn(process)
 
     def stop(self) -> None:
-        """End it."""
         for process in self.processes:
             process.end()
         self.processes = []

@@ -174,13 +174,9 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
 
 
 def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s: float, rest_s: float) -> float:
-    """Trained groups per second, where engines have room for every group that is admitted.
+    """Return trained groups per second, if engines have room for every group that is admitted.
 
-    Args:
-        contract: of the run.
-        lengths: of the groups.
-        token_s: of an engine, for a token of all its samples.
-        rest_s: of a group, beside its tokens.
+    `token_s` is that of an engine, for a token of all its samples; `rest_s` that of a group beside its tokens.
     """
     capacity, per_step, bound = contract.capacity(), contract.groups_per_step, contract.bound()
     if bound is None or contract.config.on_stale == "wait" or capacity <= per_step:

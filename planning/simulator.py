@@ -67,7 +67,6 @@ class Simulation:
     """One run under one seed."""
 
     def __init__(self, world: World, seed: int = 0) -> None:
-        """All engines are empty, and version 0 is published."""
         self._world, self._costs, self._contract = world, world.costs, world.contract
         self._random = Random(seed)
         if world.prompts is not None:

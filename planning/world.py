@@ -215,7 +215,6 @@ class Outcome:
 
     @property
     def learner_busy(self) -> float:
-        """Share of time in which the learner trained."""
         return self.busy_s / self.seconds if self.seconds else 0.0
 
     @property

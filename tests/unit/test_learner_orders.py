@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config import default_most_held, stage_of
-from planning import orders
+from planning import fused as orders
 from planning.fused import Order, Work, find_order, shortest_possible
 
 
