@@ -73,8 +73,8 @@ PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 16, 20
 SAID = ("--actors.num_actors", "8", "--actors.max_running_samples", "32",
         "--learner.groups_per_step", str(GROUPS))  # fmt: skip
 UNLIKE = (
-    *("--pools.slow.role", "actors", "--pools.slow.count", "6", "--pools.slow.resource", ""),
-    *("--pools.fast.role", "actors", "--pools.fast.count", "2", "--pools.fast.resource", ""),
+    *("--pools.slow.role", "actors", "--pools.slow.count", "6"),
+    *("--pools.fast.role", "actors", "--pools.fast.count", "2"),
 )
 
 Figures = dict[str, Any]

@@ -59,8 +59,8 @@ BASE = (
     *("--weight_sync.max_actor_lag", "0"),
 )
 TWO_POOLS = (
-    *("--pools.slow.role", "actors", "--pools.slow.count", "3", "--pools.slow.resource", ""),
-    *("--pools.fast.role", "actors", "--pools.fast.count", "1", "--pools.fast.resource", ""),
+    *("--pools.slow.role", "actors", "--pools.slow.count", "3"),
+    *("--pools.fast.role", "actors", "--pools.fast.count", "1"),
 )
 EVEN, TAIL, LONG = (
     constant(24),

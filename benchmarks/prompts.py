@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from actors.tasks.prompts import held_out
-from benchmarks.lib.machine import RESULTS, ROOT, describe_commit, describe_machine
+from benchmarks.lib.machine import RESULTS, ROOT, describe_commit, describe_machine, make_model
 from benchmarks.lib.page import bars_table, judged, number, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
@@ -50,9 +50,9 @@ EVAL_EVERY = 12
 GROUPS_PER_STEP = 32
 SUMS = ROOT / "examples" / "sums.toml"
 HELD_OUT_SHARE = 0.125
-"""As its model's recipe has it."""
+"""As sums_model.py has it."""
 ALIKE = (
-    *("--model.path", str(SUMS.with_name("sums_model")), "--model.recipe", str(SUMS.with_name("sums_model.py"))),
+    *("--model.path", str(SUMS.with_name("sums_model"))),
     *("--algorithm.type", "off_policy_ppo", "--learner.lr_schedule", "constant"),
     *("--learner.groups_per_step", str(GROUPS_PER_STEP), *FEW_PROCESSES),
     *("--actors.eval_every", str(EVAL_EVERY)),
@@ -165,6 +165,7 @@ def steps_until(target: float, points: Sequence[tuple[int, float]]) -> float | N
 
 def write_config(folder: Path) -> Path:
     """Write prompts, and the config of the model with them in the place of its task."""
+    make_model(SUMS)
     chance = random.Random(0)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     chance.shuffle(sums)

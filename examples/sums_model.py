@@ -6,10 +6,9 @@ is right less often. Reinforcement learning has to make it better at the task it
 under delay shows it here. The questions are reasoning-gym's `basic_arithmetic` with one operator, written as `42+25=`.
 
 No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`, with the share that is
-the default of `[task]`. `leeway train examples/sums.toml` runs it by itself (model.recipe); it takes about a minute
-on one core.
+the default of `[task]`. Run it once before `leeway train examples/sums.toml`; it takes about a minute on one core.
 
-    python examples/sums_model.py FOLDER
+    python examples/sums_model.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -105,4 +104,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_suffix(""))

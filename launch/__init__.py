@@ -8,7 +8,7 @@ observe     what is known of a run, while it lives and after, and where it is sh
 report      one page that shows a run
 doctor      checks of this machine and of a run on it
 reward_check  tries reward functions before a run does
-needs       MachineNeeds: memory, disk and shared memory that a run takes
+resources   what a run takes of machines: GPUs, memory, disk and shared memory; the GPUs of this one
 
 config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides
 mistakes    what is wrong with a config, in one sentence that says what to type instead
@@ -16,9 +16,9 @@ checks      what only the whole config can know, checked before any process star
 offline     what a run on recorded samples asks of them, and the buffer that they fill
 pools       which workers a run has, and what each reserves
 
-run_folder  RunFolder: where everything of a run lies, and which command works on it; the folder of its weights
+run_folder  RunFolder: where everything of a run lies, which command works on it, and what is asked of that command;
+            the folder of its weights
 model_folder  the model of a run as a Hugging Face folder: where it comes from, and how it leaves
-control     what is asked of a run while it lives
 host        this machine: modes of files, logs by which processes are found, Ray's folders, who answers at an address
 text        figures and texts for people, also of token ids
 errors      ConfigError, Interrupts and ExitStatus: how a command ends

@@ -22,8 +22,6 @@ def run_names(incomplete: str) -> list[str]:
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of integers in this range."""
-
     def parse(text: str) -> int:
         try:
             number = int(text)

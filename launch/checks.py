@@ -13,22 +13,23 @@ from buffer import samplers
 from buffer.core import check_config
 from buffer.errors import StoreError
 from common.hf_folder import ModelFacts
+from common.process import memory_left
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys
 from common.run import STARTUP_S, RunContext, RunFacts
 from common.staleness import StalenessContract
-from launch.config import Config, TrackingConfig
+from launch.config import MODEL_KEY, Config, TrackingConfig
 from launch.errors import ConfigError, as_config_error
-from launch.gpus import check_gpus, describe_gpus, lacking_here
-from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login
-from launch.mistakes import idle_keys
+from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login, low_limits
 from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
-from launch.pools import actor_pools, serving_dtypes
+from launch.pools import actor_pools, serving_dtypes, stage_pools
+from launch.resources import MachineNeeds, check_gpus, describe_gpus, lacking_here
 from launch.run_folder import RecordedFacts, RunFolder, RunIdentity, already_there, check_weights_folder, check_writable
+from launch.text import gib
 from learner.decoders import cost_shares, split_layers
 
-_OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
-"""Resources that every host has by Ray's own doing."""
+_SURE_SHARE = 0.8
+"""Of the predicted memory; the demo took more."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Plan:
     config: Config
     folder: RunFolder
     model: ModelFacts | None
-    """None where the model has yet to be downloaded or made."""
+    """None where the model has yet to be downloaded."""
     task: TaskFacts
     run_id: str
     lacking: str = ""
@@ -58,7 +59,6 @@ class Plan:
 
     @property
     def weights_folder(self) -> Path:
-        """Where the versions of the weights lie."""
         folder = self.config.weight_sync.folder
         return self.folder.weights if folder is None else Path(folder)
 
@@ -108,10 +108,9 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What may be so, and was probably not meant."""
-        return [*model_notes(self.config, self.model, self.task), *idle_keys(self.config)]
+        return [*model_notes(self.config, self.model, self.task)]
 
     def _teachers(self) -> list[str]:
-        """How many prompts each has, for people."""
         counts = map(self.task.teacher_of_prompt.count, range(len(self.config.model.teachers)))
         shares = [
             f"{name} of {_count(num, 'prompt')}" for name, num in zip(self.config.model.teachers, counts, strict=True)
@@ -124,12 +123,11 @@ class Plan:
         updates = _count(config.learner.updates_per_step, "update")
         samples = config.learner.groups_per_step * group_size
         use = "to evaluate" if self.recorded else f"{group_size} samples per prompt"
-        model = config.model.path or f"{config.model.hub} (from the Hub)"
-        model += "" if self.model else ", not here yet and not checked"
+        of_hub = " (of the Hub: there is no such folder), not here yet and not checked"
         return "\n".join(
             [
                 f"run        {self.folder.root}",
-                f"model      {model}",
+                f"model      {config.model.path}{'' if self.model else of_hub}",
                 f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
                 f"rows       {self.task.rows}",
                 f"algorithm  {config.algorithm.type}",
@@ -152,12 +150,9 @@ class Plan:
 
 
 def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> Plan:
-    """Check a config against itself, its files and the model.
+    """Check a config against itself, its files and the model; ConfigError names the key, the reason and what to try.
 
     A run that has an identity is resumed in its folder, `root`; any other is new, and its folder is not there yet.
-
-    Raises:
-        ConfigError: one sentence that names the key, the reason and what to try.
     """
     if resumed is None:
         if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
@@ -177,10 +172,8 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     _check_port(config)
     _check_ray(config)
     _check_tracking(config.tracking)
-    model = None
-    if config.model.path is not None and not _is_to_be_made(config):
-        model = check_model(config, Path(config.model.path), "model.path")
-    task = _check_task(config, Path(str(config.model.path)), model)
+    model = None if (path := config.model.folder) is None else check_model(config, path, MODEL_KEY)
+    task = _check_task(config, path, model)
     check_frozen(config, model)
     plan = Plan(
         config,
@@ -197,12 +190,23 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     return plan
 
 
-def _keys(config: Config) -> RunKeys | None:
-    """Make new keys for a run whose services listen on ports; None if they have Unix sockets.
+def with_limits(plan: Plan) -> Plan:
+    """Return the plan, with the first limit of this process that the run would exceed as `lacking`."""
+    config, left = plan.config, memory_left()
+    if plan.lacking or config.launch.ray_address is not None:
+        return plan
+    workers = [pool.count for pool in (*stage_pools(config), *actor_pools(config))]
+    lacking, needs = low_limits(sum(workers)), MachineNeeds.of(config)
+    if not lacking and needs is not None and left < _SURE_SHARE * needs.memory.size_bytes:
+        lacking = (
+            f"its control group leaves {gib(left)} of memory, and the run takes about {gib(needs.memory.size_bytes)} "
+            f"({needs.memory.parts}): raise the group's limit, or lower actors.num_actors or actors.kv_cache_gib"
+        )
+    return replace(plan, lacking=lacking)
 
-    Raises:
-        ConfigError: launch.host is no address of this machine.
-    """
+
+def _keys(config: Config) -> RunKeys | None:
+    """Make new keys for a run whose services listen on ports; None if they have Unix sockets."""
     host, is_cluster = config.launch.host, config.launch.ray_address is not None
     if host is not None and (why := cannot_bind(host, 0)):
         raise ConfigError(f"launch.host = '{host}' cannot be bound ({why}): set it to an address of this machine")
@@ -210,27 +214,23 @@ def _keys(config: Config) -> RunKeys | None:
 
 
 def check_fetched(plan: Plan, path: Path) -> Plan:
-    """The plan with its model, once that was downloaded or made: the same look at it, and at the prompts.
-
-    Raises:
-        ConfigError: it does not fit the config.
-    """
+    """Return the plan with its model, once that was downloaded and checked; errors as `check`."""
     config = plan.config.model_copy(update={"model": plan.config.model.pinned(path)})
-    model = check_model(config, path, "model.hub" if config.model.path is None else "model.path")
+    model = check_model(config, path, MODEL_KEY)
     task = _check_task(config, path, model)
     check_vocabulary(plan.recorded, config, model)
     check_frozen(config, model)
     return replace(plan, config=config, model=model, task=task)
 
 
-def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFacts:
+def _check_task(config: Config, path: Path | None, model: ModelFacts | None) -> TaskFacts:
     """Look at the data, the rewards and, where there is a model, at the prompts with its tokenizer."""
     here = config.launch.ray_address is None  # on a cluster actors may have what this machine has not
     limit_s = STARTUP_S if here and config.task.rewards else None
     with as_config_error("[task] ", TaskError), quiet_transformers():
         return check_task(
             config.task,
-            model_folder=None if model is None else path,
+            model_folder=path,
             max_prompt_tokens=config.actors.max_prompt_tokens,
             vocab_size=0 if model is None else model.vocab_size,
             import_limit_s=limit_s,
@@ -238,21 +238,11 @@ def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFac
         )
 
 
-def _is_to_be_made(config: Config) -> bool:
-    recipe = config.model.recipe
-    if recipe is None or config.model.path is None or Path(config.model.path).exists():
-        return False
-    if not Path(recipe).is_file():
-        raise ConfigError(f"model.recipe = '{recipe}': no such file, and model.path is not there either")
-    return True
-
-
 def _count(number: int, what: str) -> str:
     return f"1 {what}" if number == 1 else f"{number} {what}s"
 
 
 def _pools(config: Config) -> str:
-    """How many actors of which pools, for people."""
     pools = actor_pools(config)
     if len(pools) == 1:
         return str(pools[0].count)
@@ -275,7 +265,7 @@ def _layers(config: Config) -> list[str]:
         return []
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(str(config.model.path), local_files_only=True)
+    model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     recomputed, num_chunks = learner.activation_checkpointing, learner.num_stages * learner.num_chunks
     split = split_layers(model, num_chunks, recomputed=recomputed)
     shares = cost_shares(model, split, recomputed=recomputed)
@@ -335,7 +325,6 @@ def _check_teachers(config: Config) -> None:
 
 
 def _check_port(config: Config) -> None:
-    """Refuse a port for Prometheus that is taken."""
     port = config.tracking.prometheus_port
     if port is not None and (why := cannot_bind(LOOPBACK, port)):
         raise ConfigError(
@@ -371,15 +360,9 @@ def _check_tracking(tracking: TrackingConfig) -> None:
 
 def _check_pools(config: Config) -> None:
     """What the pools are called, and what each is to hold."""
-    for name, wanted in config.pools.items():
+    for name in config.pools:
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
             raise ConfigError(f"[pools.{name}]: give a pool a name of letters, digits, _ and -, as hosts carry it")
-        if wanted.resource in _OF_RAY:
-            raise ConfigError(
-                f"pools.{name}.resource = '{wanted.resource}' is what Ray itself counts on every host, and tells no "
-                f"pool from another: reserve it with pools.{name}.cpus and gpus, and name here what only hosts of this "
-                "pool carry, or leave it out"
-            )
     check_gpus(config)
     for pool in actor_pools(config):
         actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"

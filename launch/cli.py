@@ -57,7 +57,6 @@ LAZY_VERBS = {
 }
 """Verb -> its app, and its line in `leeway --help`."""
 READ_PLAN = "planning.plans:read_plan"
-"""Of `leeway train --plan`."""
 READ_CONFIGS = ("train", "resume", "check-reward", "profile", "plan")
 """Verbs that start processes, which look for modules in the current folder first."""
 
@@ -155,9 +154,8 @@ def train(
     from common.process import uncollected
 
     with uncollected():  # most of a check is imports
-        from launch.checks import check
+        from launch.checks import check, with_limits
         from launch.config import load_config
-        from launch.needs import with_limits
         from launch.run_folder import choose_root, named_run
 
         chosen: list[str] = []
@@ -180,7 +178,7 @@ def resume(context: typer.Context, run: RunPath, dry_run: DryRun = False) -> int
 
     Nothing that its buffer acknowledged is lost. Keys that may change can be overridden: --learner.num_steps 200.
     """
-    from launch.needs import with_limits
+    from launch.checks import with_limits
     from launch.resume import resume
     from launch.run_folder import claimed, open_run
 
@@ -211,9 +209,8 @@ def scale(
     Actors that leave requeue their leased prompts; new ones start when a host has room. Exit status: 1 if the launcher
     is gone or does not answer, 2 if the run refuses the count.
     """
-    from launch.control import Declined, NoAnswer, ask
     from launch.observe.status import why_nobody_works
-    from launch.run_folder import open_run
+    from launch.run_folder import Declined, NoAnswer, ask, open_run
 
     folder = open_run(run)
     if why := why_nobody_works(folder):

@@ -15,7 +15,7 @@
 # (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8);
 # LEEWAY_DIR (this checkout), the checkout on every host; LEEWAY_RAY_PORT (6379); LEEWAY_WORKER_PORTS (20002-20999);
 # LEEWAY_CPUS (what Ray finds); LEEWAY_STATE, a folder of yours on the disk of each host (~/.cache/leeway here,
-# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), of each command on a host; LEEWAY_END_S (180), how long `down`
+# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), of each command on a host; LEEWAY_END_S (720), how long `down`
 # waits for the runs; LEEWAY_SHARE_HOSTS=1, to start beside another Ray. Ray's token authentication stays on; the token
 # is that of $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 set -euo pipefail

@@ -23,7 +23,7 @@ keepalive="-o ServerAliveInterval=15 -o ServerAliveCountMax=8"
 read -ra ssh <<<"${LEEWAY_SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 $keepalive}"
 token_file=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
 max_clocks_apart_s=5
-end_s=${LEEWAY_END_S:-180} # a run finishes its step, then exports, and has 60 s for its report
+end_s=${LEEWAY_END_S:-720} # a run has 600 s for its step, then exports, and has 60 s for its report
 
 hosts=() pools=() addresses=() # by line of the host file
 codes=() answers=() errors=()  # of each host's last command: exit status, what it wrote, the last line of its errors

@@ -7,6 +7,7 @@ line, and those of what a run writes, are relative to the current directory.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -53,12 +54,13 @@ class RunConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """`[model]`: the checkpoint to start from. Give `path` or `hub`."""
+    """`[model]`: the checkpoint to start from."""
 
-    path: str | None = Knob(None, "Folder with config.json, safetensors and a tokenizer.", basic=True)
-    recipe: str | None = Knob(None, "Python script that makes `path` where it is missing; called with the folder.")
-    hub: str | None = Knob(
-        None, "ORGANISATION/NAME of the Hugging Face Hub, or ORGANISATION/NAME@REVISION; else of main.", basic=True
+    path: str = Knob(
+        ...,
+        "Folder with config.json, safetensors and a tokenizer; if there is no such folder, ORGANISATION/NAME or "
+        "ORGANISATION/NAME@REVISION of the Hugging Face Hub.",
+        basic=True,
     )
     reference_path: str | None = Knob(None, "Folder of the frozen reference; unset: the model itself as it starts.")
     teachers: dict[str, str] = Knob(
@@ -69,11 +71,7 @@ class ModelConfig(_Section):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.hub is None):
-            raise ValueError("give exactly one of model.path (a folder) and model.hub (ORGANISATION/NAME)")
-        if self.recipe is not None and self.path is None:
-            raise ValueError("recipe makes model.path, which is not given")
+    def _one_reference(self) -> ModelConfig:
         if self.teachers and self.reference_path is not None:
             raise ValueError(
                 "model.reference_path scores every prompt, and model.teachers each its own: give one of the two"
@@ -88,14 +86,20 @@ class ModelConfig(_Section):
         return {f"model.teachers.{name}": Path(folder) for name, folder in self.teachers.items()}
 
     @property
+    def folder(self) -> Path | None:
+        """The model's folder; None if the model is of the Hub. A config that was read has no other relative path."""
+        return Path(self.path) if os.path.isabs(self.path) else None
+
+    @property
     def on_hub(self) -> tuple[str, str]:
-        name, _, revision = str(self.hub).partition("@")
+        """Name and revision there."""
+        name, _, revision = self.path.partition("@")
         return name, revision or "main"
 
     def pinned(self, snapshot: Path) -> ModelConfig:
-        """Return it with the commit in `hub` whose snapshot was fetched to this folder."""
-        is_commit = self.hub is not None and re.fullmatch("[0-9a-f]{40}", snapshot.name)
-        return self.model_copy(update={"hub": f"{self.on_hub[0]}@{snapshot.name}"}) if is_commit else self
+        """Return it with the commit whose snapshot of the Hub was fetched to this folder."""
+        is_commit = self.folder is None and re.fullmatch("[0-9a-f]{40}", snapshot.name)
+        return self.model_copy(update={"path": f"{self.on_hub[0]}@{snapshot.name}"}) if is_commit else self
 
 
 class PoolConfig(_Section):
@@ -106,9 +110,6 @@ class PoolConfig(_Section):
     )
     count: PositiveInt | None = Knob(
         None, "Actors, or stages. Unset: 1 actor, or all stages that are left.", basic=True
-    )
-    resource: str | None = Knob(
-        None, "Ray resource that hosts of the pool carry; unset: pool_NAME, as in cluster.sh; '': any host."
     )
     # as in [actors]; cpus and gpus also as in [learner]
     cpus: NonNegativeFloat | None = None
@@ -130,7 +131,7 @@ class PoolConfig(_Section):
         return self
 
 
-ENGINE_KEYS = PoolConfig.model_fields.keys() - {"role", "count", "resource", "cpus", "gpus"}
+ENGINE_KEYS = PoolConfig.model_fields.keys() - {"role", "count", "cpus", "gpus"}
 POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
 """Keys of `[actors]` that a pool may have of its own, the first two also of `[learner]`."""
 
@@ -192,7 +193,7 @@ class TrackingConfig(_Section):
         "offline", "Weights & Biases; offline writes into the run's folder.", basic=True
     )
     prometheus_port: int | None = Knob(
-        None, "Serve all metrics to Prometheus at this port of loopback; unset: do not.", basic=True, ge=1, le=65535
+        None, "Serve all metrics to Prometheus at this port of loopback; unset: do not.", ge=1, le=65535
     )
 
 
@@ -216,21 +217,19 @@ class Config(_Section):
     tracking: TrackingConfig = TrackingConfig()
 
 
-PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
+MODEL_KEY = "model.path"
+PATH_KEYS = (MODEL_KEY, "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
 WRITTEN_KEYS = ("weight_sync.folder",)  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
 NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # or FILE.py:NAME
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path
 TEACHERS_KEY = "model.teachers"  # paths by name, which may be any text
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@\S+)?")
 Tree = dict[str, Any]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply overrides of the form `--key.sub value` or `--key.sub=value`.
-
-    Raises:
-        ConfigError: the file or an override is wrong.
-    """
+    """Read a TOML file and apply overrides, as `--key.sub value` or `--key.sub=value`; ConfigError if one is wrong."""
     tree = _read(path)
     _check_values(tree, f"{path}: ")
     _resolve_paths(tree, path.parent, f"{path}: ")
@@ -265,11 +264,7 @@ def fixed_because(key: str) -> str:
 
 
 def unknown_keys(path: Path) -> list[str]:
-    """Return the dotted keys of a TOML file that no config of this version has.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the dotted keys of a TOML file that no config of this version has; ConfigError if it cannot be read."""
     try:
         Config.model_validate(_read(path))
     except ValidationError as error:
@@ -353,11 +348,7 @@ def _is_text(key: str) -> bool:
 
 
 def _check_values(value: object, where: str) -> None:
-    """Refuse what no key takes, and what would break far from here.
-
-    Raises:
-        ConfigError: a number of more than 64 bits, or text that is not Unicode or has a NUL; names the key.
-    """
+    """Refuse numbers of more than 64 bits, and text that is not Unicode or has a NUL: they break far from here."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in inner:
         _check_values(entry, f"{where}{key}" if where.endswith((" ", "--")) else f"{where}.{key}")
@@ -395,13 +386,14 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                 if is_reference(value):
                     table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
-                table[key] = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
+                found = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
+                is_of_hub = dotted == MODEL_KEY and HUB_NAME.fullmatch(value) and not os.path.exists(found)
+                table[key] = value if is_of_hub else found
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
 
 
 def _at(tree: Tree, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
-    """What stands under the key, or None."""
     found: Any = tree
     for part in dotted.split("."):
         found = found.get(part) if isinstance(found, dict) else None

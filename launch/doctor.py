@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import platform
-import resource
 import select
 import shutil
 import signal
@@ -18,13 +17,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import psutil
 from packaging.requirements import Requirement
@@ -39,8 +37,7 @@ from launch.text import GIB, gib
 
 if TYPE_CHECKING:  # with torch and other libraries that may be broken
     from launch.config import Config
-    from launch.gpus import Gpu
-    from launch.needs import MachineNeeds, Need
+    from launch.resources import MachineNeeds, Need
 
 State = Literal["ok", "warning", "problem"]
 """A run succeeds; may be slow or lose data; would fail."""
@@ -53,10 +50,6 @@ LIBRARIES = (
 """Imported one by one."""
 LIMIT_S, CUDA_LIMIT_S = 28.0, 120.0
 """Seconds for all checks together; the CUDA builds load gigabytes of libraries."""
-BUSY = 2.0
-"""Runnable processes per core above which a late check may only be slow."""
-OPEN_FILES = 4096
-"""A small run needs a few hundred; a large one has thousands of connections."""
 SLOW_FSYNC_S = 0.02
 IDLE_BYTES = GIB
 """GPU memory that a driver and a desktop may take."""
@@ -69,8 +62,7 @@ RISKS = {
 _STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the table."""
 
     name: str
@@ -81,26 +73,23 @@ class Finding:
     """What to do; empty if the state is "ok"."""
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """What is checked: this machine, and a run on it if a config is given."""
 
     config: Config | None = None
     path: Path | None = None
-    """Of the config."""
     needs: MachineNeeds | None = None
     """What the run takes of this machine; None if that is unknown or spread over a cluster."""
 
 
-Check = Callable[[Subject], Iterator[Finding]]
+Check = Callable[[Subject], Iterable[Finding]]
 ok, warning, problem = (partial(Finding, "", state) for state in ("ok", "warning", "problem"))
 
 
 def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """Run all checks at once, each in a process of its own, and yield their findings in order.
 
-    A check that raises or crashes is a problem. One that is not done within `limit_s` of all together is a problem too,
-    or a warning if other programs keep the cores busy.
+    A check that raises or crashes is a problem, and one that is not done within `limit_s` of all together.
     """
     deadline = time.monotonic() + limit_s
     for name, (pid, answer) in [(name, _fork(check, subject)) for name, check in checks]:
@@ -111,7 +100,7 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
                 continue
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             how = f"the check's process ended with status {status}"  # negative: the number of a signal
-            crashed = asdict(problem(how, "make install repairs a library; else remove .venv first"))
+            crashed = problem(how, "make install repairs a library; else remove .venv first")._asdict()
             found = [crashed] if status else json.loads(written)
             break
         else:
@@ -119,7 +108,7 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
             load = os.getloadavg()[0] / usable_cpus()
             late = f"no answer within {limit_s:g} s, at {load:.0f} busy processes per core"
             remedy = "check network file systems and the GPU driver, or try again when fewer programs run"
-            found = [asdict((warning if load > BUSY else problem)(late, remedy))]
+            found = [problem(late, remedy)._asdict()]
         os.close(answer)
         yield from (Finding(**{**each, "name": name}) for each in found)
 
@@ -140,7 +129,7 @@ def _fork(check: Check, subject: Subject) -> tuple[int, int]:
             text = str(error).splitlines()[0] if str(error) else "no reason given"
             found = [problem(f"could not be checked: {type(error).__name__}: {text}", "fix that first")]
         with os.fdopen(writing, "w") as out:
-            json.dump([asdict(each) for each in found], out)
+            json.dump([each._asdict() for each in found], out)
         status = 0
     finally:
         os._exit(status)
@@ -150,7 +139,7 @@ def show(findings: Sequence[Finding], *, as_json: bool = False) -> int:
     """Print the findings; return the number of problems."""
     counts = Counter(finding.state for finding in findings)
     if as_json:
-        document = {"problems": counts["problem"], "findings": [asdict(each) for each in findings]}
+        document = {"problems": counts["problem"], "findings": [each._asdict() for each in findings]}
         print(json.dumps(document, indent=2))
         return counts["problem"]
     from rich.console import Console
@@ -185,11 +174,10 @@ def check_versions(_: Subject) -> Iterator[Finding]:
         yield ok(f"all as pinned: Python {platform.python_version()} in {sys.prefix}")
 
 
-def check_library(name: str, _: Subject) -> Iterator[Finding]:
+def check_library(name: str, _: Subject) -> list[Finding]:
     """Import a library; what it raises, or dies of, is the problem."""
     importlib.import_module(name)
-    if name == "zmq" and not importlib.import_module(name).has("curve"):
-        yield problem("libzmq without CURVE cannot lock sockets", "pip install -U pyzmq")
+    return []
 
 
 def check_modules(_: Subject) -> Iterator[Finding]:
@@ -254,19 +242,14 @@ def _compare(has_bytes: int, found: str, need: Need | None, least_bytes: int, re
 
 
 def check_limits(_: Subject) -> Iterator[Finding]:
-    """Check the limits on open files, processes and file size."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < OPEN_FILES:
-        yield warning(f"at most {soft} open files (hard limit {hard})", "ulimit -n 65536")
-    if low := low_limits():
-        yield problem(*low.rsplit(": ", 1))
-    elif not 0 <= soft < OPEN_FILES:
-        yield ok("on open files, processes and file size leave room")
+    """Check the limits on processes and file size; services raise that on open files themselves."""
+    low = low_limits()
+    yield problem(*low.rsplit(": ", 1)) if low else ok("on processes and file size leave room")
 
 
-def check_gpus(subject: Subject) -> Iterator[Finding]:
-    """Check the driver, the build of vLLM, other users of the GPUs, and whether the run fits on them."""
-    from launch.gpus import MIN_DRIVER, gpus_here
+def check_gpus(_: Subject) -> Iterator[Finding]:
+    """Check the driver, the build of vLLM and the memory that is in use."""
+    from launch.resources import MIN_DRIVER, gpus_here
 
     gpus, on_cpu = gpus_here(), bool(version(ENGINES["cpu"]))
     if not gpus:
@@ -282,51 +265,11 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
     if on_cpu:
         what = f"{', '.join(map(str, gpus))}, and vLLM is built for the CPU"
         yield warning(what, "LEEWAY_EXTRA=gpu make install")
-    yield from _other_users(gpus)
-    yield from _room(subject.config, gpus)
-
-
-def _other_users(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    from launch.gpus import gpu_processes
-
-    doctor = psutil.Process().parent() or psutil.Process()  # which has a process for each check
-    ours = {os.getpid(), doctor.pid, *(child.pid for child in doctor.children(recursive=True))}
-    others = [each for each in gpu_processes() if each.pid not in ours]
     for gpu in gpus:
-        names = [f"{each.name} ({each.pid}, {gib(each.used_bytes)})" for each in others if each.uuid == gpu.uuid]
-        if names or gpu.used_bytes > IDLE_BYTES:
-            users = ", ".join(names) or "processes that are not visible from here"
-            remedy = "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-            yield warning(f"{gpu}: {gib(gpu.used_bytes)} are used by {users}", remedy)
-
-
-def _room(config: Config | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    if config is None or config.launch.ray_address is not None:
-        yield ok(", ".join(map(str, gpus)))
-        return
-    from actors.config import ON_GPU_BYTES
-    from launch.gpus import stage_need, too_small, unfit
-    from launch.needs import weights_of_engines
-    from launch.pools import actor_pools
-
-    if why := unfit(config, gpus):
-        yield problem(why, "change the config, or use another GPU")
-        return
-    need, weights, found = stage_need(config), weights_of_engines(config), list[Finding]()
-    if need is not None and (small := too_small(config, need, gpus)):
-        remedy = "this is an upper bound; change the config if the first steps run out of memory"
-        found.append(warning(small, remedy))
-    smallest = min(gpus, key=lambda gpu: gpu.total_bytes)
-    for pool in actor_pools(config):
-        kv_cache_gib = pool.config.kv_cache_gib
-        # an engine that has a GPU alone and a fixed cache ignores its share
-        share = 1.0 if kv_cache_gib is not None and pool.config.gpus >= 1 else pool.config.gpu_memory_share
-        needed = weights.get(pool.name, 0) + ON_GPU_BYTES + int((kv_cache_gib or 0) * GIB)
-        if pool.name in weights and needed >= share * smallest.total_bytes:
-            what = f"an engine of pool '{pool.name}' takes {gib(needed)}, and its share is {share:g} of {smallest}"
-            remedy = "raise actors.gpu_memory_share or actors.tensor_parallel_size, or lower actors.kv_cache_gib"
-            found.append(problem(what, remedy))
-    yield from found or [ok(", ".join(map(str, gpus)) if need is None else need.describe())]
+        if gpu.used_bytes > IDLE_BYTES:
+            remedy = "end the processes that nvidia-smi names, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+            yield warning(f"{gpu}: {gib(gpu.used_bytes)} are in use already", remedy)
+    yield ok(", ".join(map(str, gpus)))
 
 
 def check_ray(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -378,8 +321,8 @@ def check_config(subject: Subject) -> Iterator[Finding]:
     """Check the config as a dry run does."""
     if subject.config is None or subject.path is None:
         return
-    from launch.checks import check
-    from launch.needs import with_limits
+    from launch.checks import check, with_limits
+    from launch.resources import gpu_notes
 
     try:
         plan = with_limits(check(subject.config, choose_root(subject.config, subject.path)))
@@ -388,9 +331,10 @@ def check_config(subject: Subject) -> Iterator[Finding]:
         return
     if plan.lacking:
         yield problem(plan.lacking, f"change {subject.path}, or use another machine")
-    for note in plan.notes:
+    notes = [*plan.notes, *gpu_notes(plan.config)]
+    for note in notes:
         yield warning(note, f"change {subject.path}, or the model's folder")
-    if not plan.lacking and not plan.notes:
+    if not plan.lacking and not notes:
         yield ok(f"{subject.path}: {plan.task.num_train} prompts, all checks passed")
 
 
@@ -409,14 +353,10 @@ CHECKS: dict[str, Check] = {
 
 
 def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[Finding]:
-    """Check this machine and, with a config, the run that it describes; start nothing and change nothing.
-
-    Raises:
-        ConfigError: the config is wrong.
-    """
+    """Check this machine and, with a config, the run that it describes; ConfigError if that is wrong."""
     subject, broken = Subject(), list[Finding]()
     if path is not None:
-        broken = list(examine([("config", partial(check_library, "launch.needs"))], subject))
+        broken = list(examine([("config", partial(check_library, "launch.resources"))], subject))
         subject = subject if broken else _subject(path, overrides)
     imports = [(f"import {name}", partial(check_library, name)) for name in LIBRARIES]
     limit_s = CUDA_LIMIT_S if version(ENGINES["gpu"]) else LIMIT_S
@@ -425,7 +365,7 @@ def run_checks(path: Path | None = None, overrides: Sequence[str] = ()) -> list[
 
 def _subject(path: Path, overrides: Sequence[str]) -> Subject:
     from launch.config import load_config
-    from launch.needs import MachineNeeds
+    from launch.resources import MachineNeeds
 
     config, needs = load_config(path, overrides), None
     if config.launch.ray_address is None:  # on a cluster the memory of other hosts is unknown

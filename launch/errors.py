@@ -92,8 +92,7 @@ def open_streams() -> None:
 def failed(error: Exception, status: int) -> int:
     """Print why the command ends, and return its exit status; the given one if the output's reader has closed it.
 
-    Raises:
-        Exception: the error, if it is not of a config, a library or a file.
+    Raises the error again if it is not of a config, a library or a file.
     """
     if isinstance(error, ConfigError):
         return refuse(error, ExitStatus.WRONG_INPUT)
@@ -165,11 +164,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def go_on(self) -> None:
-        """Check for a request between two phases.
-
-        Raises:
-            Stopped: a signal came where Python drops exceptions, as in a callback of C code.
-        """
+        """Raise `Stopped` if a signal came where Python drops exceptions, as in a callback of C code."""
         if self.count and not self.training:
             raise Stopped
 

@@ -94,11 +94,7 @@ def ourselves(*arguments: str, first: str = "pass") -> list[str]:
 
 
 def check_folder() -> None:
-    """Check that no file hides a module: Ray's workers import from the folder of the command first.
-
-    Raises:
-        ConfigError: names the file, there or in PYTHONPATH.
-    """
+    """Raise ConfigError if a file hides a module: Ray's workers import from the folder of the command first."""
     if hidden := hiding_module(os.getcwd()):
         raise ConfigError(hidden)
 
@@ -112,11 +108,7 @@ def sessions_folder() -> Path:
 
 
 def make_sessions_folder() -> Path:
-    """Create that folder and remove sessions of killed commands from it.
-
-    Raises:
-        OSError: it cannot be created, or the folder around it is another user's or open to others.
-    """
+    """Create that folder and remove sessions of killed commands from it; OSError if it is not this user's alone."""
     folder = sessions_folder()
     _make_private(folder.parent)
     for session in folder.glob("session_*_*"):  # Ray puts the process that starts it last
@@ -141,8 +133,7 @@ def _make_private(folder: Path) -> None:
 def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
     """Have libraries write to a spare folder of this user if there is no home folder, or it cannot be written.
 
-    Raises:
-        ConfigError: neither can be written.
+    ConfigError if neither can be written.
     """
     home, spare = os.path.expanduser("~"), sessions_folder().parents[1] / f"leeway-{os.geteuid()}-home"
     environment.setdefault("HOME", home)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,43 +14,6 @@ TRUNCATING_KEYS = frozenset(
     {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}
     | {"repetition_penalty"}
 )
-IDLE: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
-    ("buffer.on_policy_share buffer.replay_sampler", "buffer.sampler", lambda c: c.buffer.sampler == "on_policy_share"),
-    ("buffer.prompt_law buffer.dispatch", "buffer.source", lambda c: c.buffer.source is None),
-    ("actors.gpu_memory_share", "actors.gpus", lambda c: c.actors.gpus or c.pools),
-    ("learner.gpu_memory_share", "learner.gpus", lambda c: c.learner.gpus or c.pools),
-    ("learner.lr_schedule", "learner.warmup_steps", lambda c: c.learner.warmup_steps < c.learner.num_steps),
-    ("learner.reference_offload", "algorithm.type", lambda c: c.algorithm.needs.reference),
-    ("model.reference_path", "algorithm.type", lambda c: c.algorithm.needs.reference),
-    ("weight_sync.on_stale", "weight_sync.max_lag", lambda c: c.weight_sync.max_lag != "unbounded"),
-    ("task.heldout_share", "task.heldout_path", lambda c: c.task.heldout_path is None),
-    ("task.answer_tag", "task.rewards", lambda c: not c.task.rewards),
-)
-"""Keys, of one `type` of their section or of all, the key that decides whether they act, and whether they do."""
-STEPS = "learner.warmup_steps learner.checkpoint_every algorithm.beta_steps actors.eval_every"
-"""Keys that count steps, or updates; a run may end before they are over."""
-
-
-def idle_keys(config: BaseModel) -> Iterator[str]:
-    """Yield a sentence for each key that differs from its default and does not act beside the others."""
-    for keys, other, acts in IDLE:
-        for key, value in _set_keys(config, keys):
-            if not acts(config):
-                beside = f"{other} = {attrgetter(other)(config)!r}"
-                yield f"{key} = {value!r} changes nothing beside {beside}: leave it out, or change the latter"
-    steps, updates = attrgetter("learner.num_steps", "learner.updates_per_step")(config)
-    for key, value in _set_keys(config, STEPS):
-        if value > steps * (updates if key.startswith(("algorithm", "actors")) else 1):
-            yield f"{key} = {value} is more than the run has, with learner.num_steps = {steps}: lower it"
-
-
-def _set_keys(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:
-    """Yield those of the keys that the config has and that differ from their defaults, with their values."""
-    for key in keys.split():
-        section, _, name = key.partition(".")
-        info = type(getattr(config, section)).model_fields.get(name)
-        if info is not None and (value := attrgetter(key)(config)) != info.default:
-            yield key, value
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:

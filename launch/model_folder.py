@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,16 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.tasks import TaskFacts
-from common.files import try_lock
 from common.hf_folder import CONFIG_NAME, ModelFacts, ModelFolderError, check_model_folder
-from launch.config import Config, ModelConfig, load_config
+from launch.config import MODEL_KEY, Config, ModelConfig, load_config
 from launch.errors import ConfigError, as_config_error
 from launch.pools import actor_pools
 from launch.run_folder import RunFolder
 from learner.checkpoint_files import DamagedCheckpoint, TrainingProgress, export_checkpoint, steps_in
 from learner.decoders import FAMILIES, check_served, unread_keys
 
-RECIPE_TIMEOUT_S = 1800.0
 _DOWNLOAD = """
 import sys
 from huggingface_hub import snapshot_download
@@ -41,71 +37,28 @@ STARTED_NOTE = (
 )
 
 
-def fetch_model(model: ModelConfig, *, is_there: bool) -> Path:
-    """Return the model's folder, made or downloaded if necessary; ConfigError says why not and what to try."""
-    if model.path is None:
-        return _download(*model.on_hub)
-    if not is_there:
-        _make(Path(str(model.recipe)), Path(model.path))
-    return Path(model.path)
-
-
-def _download(hub: str, revision: str) -> Path:
-    command = [sys.executable, "-c", _DOWNLOAD, hub, revision]
+def fetch_model(model: ModelConfig) -> Path:
+    """Return the model's folder, downloaded if it is of the Hub; ConfigError says why not and what to try."""
+    if model.folder is not None:
+        return model.folder
+    command = [sys.executable, "-c", _DOWNLOAD, *model.on_hub]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its progress is on stderr
     said = ended.stdout.strip() or f"the download ended with exit status {ended.returncode}"
     if ended.returncode:
         raise ConfigError(
-            f"model.hub = '{hub}' cannot be fetched: {said}; download it elsewhere and give its folder as model.path"
+            f"{MODEL_KEY} = '{model.path}' is no folder, and cannot be fetched from the Hugging Face Hub: {said}; give "
+            "the folder of a checkpoint, or download it elsewhere"
         )
     return Path(said.splitlines()[-1])
 
 
-def _make(recipe: Path, folder: Path) -> None:
-    """Run model.recipe; the folder appears whole or not at all, and one command makes it while others wait."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder.parent):
-        if (folder / "config.json").is_file():  # another command has made it meanwhile
-            return
-        print(f"making {folder} with {recipe.name} (once)", flush=True)
-        unfinished = folder.with_name(f".{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
-        try:
-            # ended by whatever ends this command but SIGKILL
-            subprocess.run([sys.executable, str(recipe), str(unfinished)], check=True, timeout=RECIPE_TIMEOUT_S)
-            unfinished.rename(folder)
-        except subprocess.CalledProcessError as error:
-            raise _failed(recipe, folder, f"ended with exit status {error.returncode}") from None
-        except subprocess.TimeoutExpired:
-            raise _failed(recipe, folder, f"did not end within {RECIPE_TIMEOUT_S:g} s") from None
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock; ConfigError if another command holds it for longer than a recipe may take."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if not try_lock(descriptor):
-            print(f"waiting for another command that makes a model in {folder}", flush=True)
-            if not try_lock(descriptor, limit_s=RECIPE_TIMEOUT_S):
-                raise ConfigError(
-                    f"another command has made a model in {folder} for {RECIPE_TIMEOUT_S:g} s; end it, or give "
-                    "another model.path"
-                )
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _failed(recipe: Path, folder: Path, how: str) -> ConfigError:
-    by_hand = f"{sys.executable} {recipe} {folder}"
-    return ConfigError(f"model.recipe = '{recipe}' {how}; what it said is above. To see more, by hand: {by_hand}")
-
-
 def check_model(config: Config, path: Path, key: str) -> ModelFacts:
     """Check that a model folder is there, that stages can load it, and that it fits the config."""
+    if key == MODEL_KEY and not path.exists():
+        script = path.with_suffix(".py")  # as those of the examples
+        fix = "give the folder of a Hugging Face checkpoint, or ORGANISATION/NAME of the Hugging Face Hub"
+        fix = f"run `python {script}` once" if script.is_file() else fix
+        raise ConfigError(f"{key}: {path}: no such folder; {fix}")
     with as_config_error(f"{key}: ", ModelFolderError):
         model = check_model_folder(path)
     if model.model_type not in FAMILIES:
@@ -219,7 +172,12 @@ def export(
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give another folder, or remove it")
-    model_path = _model_folder(load_config(folder.config))
+    model_path = fetch_model(load_config(folder.config).model)
+    if not (model_path / CONFIG_NAME).is_file():
+        raise ConfigError(
+            f"the model that the run started from is not at {model_path} any more, and its config and tokenizer are "
+            "needed; put it back"
+        )
     for _ in range(_MAX_TRIES):
         wanted = _candidates(folder, step)
         for tried in wanted:
@@ -254,26 +212,3 @@ def _others(folder: RunFolder, step: int | None) -> str:
     if step is None or not others:
         return "there is no other one that is whole"
     return f"there are those of step {', '.join(others)}: --step {others[-1]}"
-
-
-def _model_folder(config: Config) -> Path:
-    """Return the model that training started from; ConfigError if it is not on this machine."""
-    if config.model.path is not None:
-        path = Path(config.model.path)
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"the model that the run started from is not at {path} any more, and its config and tokenizer are "
-                "needed; put it back"
-            )
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    name, revision = config.model.on_hub
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"the model that the run started from, {config.model.hub}, is not in this machine's cache of the Hub, and "
-            f"its config and tokenizer are needed: hf download {name} --revision {revision}"
-        ) from error

@@ -10,11 +10,11 @@ Without such sections there are two pools, "actors" and "learner", whose workers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from actors.config import ActorsConfig
-from launch.config import POOL_OVERRIDES, Config, PoolConfig
+from launch.config import POOL_OVERRIDES, Config
 from launch.errors import ConfigError
 
 HOST_UNIT = 1e-3
@@ -62,7 +62,7 @@ def actor_pools(config: Config) -> list[ActorPool]:
         own = {key: value for key in POOL_OVERRIDES if (value := getattr(section, key)) is not None}
         count = section.count or 1
         actors = common.model_copy(update={**own, "num_actors": count})
-        pools.append(ActorPool(name, count, _bundle(actors.cpus, actors.gpus, resource_of(name, section)), actors))
+        pools.append(ActorPool(name, count, _bundle(actors.cpus, actors.gpus, name), actors))
     total, said = sum(pool.count for pool in pools), common.num_actors
     if "num_actors" in common.model_fields_set and said != total:
         raise ConfigError(
@@ -86,7 +86,11 @@ def stage_pools(config: Config) -> list[WorkerPool]:
         gpus = PART_OF_GPU if config.launch.colocate else learner.gpus
         return [WorkerPool("learner", num_ranks, _bundle(learner.cpus, gpus))]
     left = num_ranks - sum(section.count or 0 for section in sections.values())
-    pools = [_as_stages(config, name, section.count or left) for name, section in sections.items()]
+    pools = []
+    for name, section in sections.items():  # its workers reserve what stages do, unless it says otherwise
+        cpus = learner.cpus if section.cpus is None else section.cpus
+        gpus = learner.gpus if section.gpus is None else section.gpus
+        pools.append(WorkerPool(name, section.count or left, _bundle(cpus, gpus, name)))
     total = sum(pool.count for pool in pools)
     if total != num_ranks or any(pool.count < 1 for pool in pools):
         held = ", ".join(f"{pool.name} {pool.count}" for pool in pools)
@@ -97,25 +101,11 @@ def stage_pools(config: Config) -> list[WorkerPool]:
     return pools
 
 
-def resource_of(name: str, section: PoolConfig) -> str:
-    """Return the Ray resource of the pool's hosts; '' if any host will do."""
-    return f"pool_{name}" if section.resource is None else section.resource
+def resource_of(section: str) -> str:
+    """Return the Ray resource that the hosts of `[pools.SECTION]` carry."""
+    return f"pool_{section}"
 
 
-def resources_of(config: Config) -> Iterator[str]:
-    for name, section in config.pools.items():
-        if resource := resource_of(name, section):
-            yield resource
-
-
-def _as_stages(config: Config, name: str, count: int) -> WorkerPool:
-    """Return a pool whose workers reserve what stages do, unless it says otherwise."""
-    section, learner = config.pools[name], config.learner
-    cpus = learner.cpus if section.cpus is None else section.cpus
-    gpus = learner.gpus if section.gpus is None else section.gpus
-    return WorkerPool(name, count, _bundle(cpus, gpus, resource_of(name, section)))
-
-
-def _bundle(cpus: float, gpus: float, resource: str = "") -> Bundle:
-    amounts = {"CPU": float(cpus), "GPU": float(gpus), resource: HOST_UNIT if resource else 0.0}
+def _bundle(cpus: float, gpus: float, section: str = "") -> Bundle:
+    amounts = {"CPU": float(cpus), "GPU": float(gpus), resource_of(section): HOST_UNIT if section else 0.0}
     return {kind: amount for kind, amount in amounts.items() if amount}

@@ -93,11 +93,9 @@ class Resumption(NamedTuple):
 
 
 def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None]) -> Resumption:
-    """Check that a run, which is claimed, can be resumed; changes nothing yet.
+    """Check that a run, which is claimed, can be resumed; change nothing yet.
 
-    Raises:
-        ConfigError: one sentence, with what to do instead.
-        OSError: the folder cannot be read or written.
+    ConfigError says what to do instead; OSError if the folder cannot be read or written.
     """
     identity = folder.read_identity()
     if unknown := unknown_keys(folder.config):
@@ -118,7 +116,7 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
     wait_for_the_dead(folder, say)
     _check_buffer(folder, identity.run_id)
     with as_config_error(), as_config_error(kind=ModelFolderError):
-        digests = contents(plan, None if plan.model is None else Path(str(config.model.path)))
+        digests = contents(plan, config.model.folder)
         told = [f"{key} = {new!r} (was {old!r})" for key, old, new in changes]
         told += [f"the content of {name}" for name in changed_contents(identity.digests, digests)]
         history = History.read(folder, ", ".join(told), digests)
@@ -156,8 +154,7 @@ def contents(plan: Plan, model_path: Path | None) -> dict[str, str]:
 def changed_contents(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the names of what is not as it was; `before` is empty in run folders of an older Leeway.
 
-    Raises:
-        ConfigError: the model, its tokenizer or a frozen model is another.
+    ConfigError if the model, its tokenizer or a frozen model is another.
     """
     changed = sorted(name for name in {*before, *now} if before and before.get(name) != now.get(name))
     if _MODEL not in now:  # it is not here yet
@@ -228,11 +225,7 @@ def _refusal(key: str, old: object, new: object) -> str:
 
 
 def _changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
-    """(key, old, new) of what differs.
-
-    Raises:
-        ConfigError: one of them must be as it was.
-    """
+    """Return (key, old, new) of what differs; ConfigError if one of them must be as it was."""
     changed = list(_differences(before, after))
     for key, old, new in changed:
         if fixed_because(key):
@@ -258,8 +251,7 @@ def wait_for_the_dead(
 ) -> None:
     """Wait until no process of an earlier command lives: two learners, or two buffer services, must not meet.
 
-    Raises:
-        ConfigError: some are still there; says how to end them.
+    ConfigError if some are left; it says how to end them.
     """
     deadline = time.monotonic() + limit_s
     has_told = False

@@ -10,18 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
 from actors.reward_process import CallFailed
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, TaskError, load_task
-from actors.tasks.task import OPEN_TAG, PromptCodec
-from common.hf_folder import CONFIG_NAME
 from launch.config import Config
-from launch.errors import ExitStatus, as_config_error, refuse
-from launch.model_folder import STARTED_NOTE
+from launch.errors import ExitStatus, as_config_error
 from launch.text import progress_line, shortened
 
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "reference", "completion")
@@ -69,7 +65,6 @@ class Result(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The row of the table that counts it."""
         if self.kind == "given":
             return f"given: {shortened(self.text, _SHOWN_CHARACTERS)}"
         return "odd" if self.kind in ODD else self.kind
@@ -78,51 +73,29 @@ class Result(NamedTuple):
 def check_rewards(config: Config, num: int | None, given: Sequence[str]) -> ExitStatus:
     """Try the reward functions of a task, print the result and return the exit status of the command.
 
-    Args:
-        config: its task is loaded as a run loads it.
-        num: number of problems; None: as many of `NUM_PROBLEMS` as fit `BUDGET_S`.
-        given: completions that are scored for each problem too.
-
-    Raises:
-        ConfigError: the task, or one of its functions, cannot be loaded.
+    `num` problems are tried; None: as many of `NUM_PROBLEMS` as fit `BUDGET_S`. The `given` completions are scored for
+    each too. ConfigError if the task, or one of its functions, cannot be loaded.
     """
-    logger, is_whole = logging.getLogger("actors.rewards"), True
+    logger = logging.getLogger("actors.rewards")
     with as_config_error("[task] ", TaskError):
         task = load_task(config.task)
         most = num or NUM_PROBLEMS
         problems = task.train[:: max(1, len(task.train) // most)][:most]
         check = RewardCheck(problems, config.actors.reward_timeout_s, config.task.correct_at, None if num else BUDGET_S)
-        note = _start_note(config, problems[0].text)
         logger.setLevel(logging.CRITICAL)  # the results have what it would log
         try:
             with progress_line() as progress:
                 for function in task.rewards:
                     asyncio.run(check.run(function, given, progress))
-        except KeyboardInterrupt:
-            is_whole = False
         finally:
             logger.setLevel(logging.NOTSET)
     show(check)
-    if note:
-        print(f"NOTE     {note}")
     sentences = check.problems_found()
     for sentence in sentences:
         print(f"PROBLEM  {sentence}")
-    if not is_whole:
-        return refuse(f"interrupted after {len(check.results)} completions", ExitStatus.INTERRUPTED)
     if not sentences:
         print(f"The rewards of {len(problems)} problems are as they should be.")
     return ExitStatus.FAILED if sentences else ExitStatus.OK
-
-
-def _start_note(config: Config, prompt: str) -> str:
-    """Return a note if prompts hold the start of the answer; of a chat template only if the model is there."""
-    start = "".join(OPEN_TAG.findall(prompt))
-    if config.task.chat:
-        folder, system_prompt = Path(config.model.path or ""), config.task.system_prompt
-        is_there = (folder / CONFIG_NAME).is_file()
-        start = PromptCodec(folder, True, system_prompt).answer_start(prompt) if is_there else ""
-    return STARTED_NOTE.format(start) if start else ""
 
 
 @dataclass
@@ -139,11 +112,7 @@ class RewardCheck:
     """Function -> why it was not tried on everything."""
 
     async def run(self, function: RewardFunction, given: Sequence[str], progress: Callable[[str, float], None]) -> None:
-        """Score all completions by one function, one call after the other so that each has its own time.
-
-        Raises:
-            TaskError: it cannot be loaded.
-        """
+        """Score all completions by one function, one after the other; TaskError if it cannot be loaded."""
         numbers = range(len(self.problems))
         texts = [(number, each) for number in numbers for each in self._completions(number, function, given)]
         started_s, num_lost = time.perf_counter(), 0
@@ -246,7 +215,6 @@ class RewardCheck:
             )
 
     def by_function(self) -> dict[str, list[Result]]:
-        """Return the results of each function."""
         found: dict[str, list[Result]] = {}
         for result in self.results:
             found.setdefault(result.function, []).append(result)

@@ -1,20 +1,22 @@
-"""The folders of a run: where everything of it lies, which command works on it, and who uses its folder of weights."""
+"""The folders of a run: its files, which command works on it, what is asked of that command, and the weights."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.files import NoLocks, try_lock, write_durably
+from common.files import NoLocks, try_lock, write_durably, write_whole
 from launch.errors import ConfigError
 from launch.host import current_folder, nearest_existing
 
@@ -99,11 +101,7 @@ class RunFolder:
         return self.logs / f"{role}.{number}.log"
 
     def create(self, config: Config) -> None:
-        """Make the folders and write the resolved config.
-
-        Raises:
-            ConfigError: the folder exists already, or cannot be made.
-        """
+        """Make the folders and write the resolved config; ConfigError if the folder exists, or cannot be made."""
         try:
             self.root.mkdir(parents=True, mode=0o700)
             self.make_parts(config)
@@ -118,28 +116,18 @@ class RunFolder:
             ) from None
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved config.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
         from launch.config import to_toml  # with all sections, and torch: who only looks at a run need not wait for it
 
         write_durably(self.config, to_toml(config).encode())
 
     def make_parts(self, config: Config) -> None:
-        """Make the folders that are missing; errors as `write_config`."""
         for folder in (self.buffer, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         if config.weight_sync.folder is None:
             self.weights.mkdir(exist_ok=True)
 
     def read_identity(self) -> RunIdentity:
-        """What `run.json` says.
-
-        Raises:
-            ConfigError: it is not there, or not what was written.
-        """
+        """Return what `run.json` holds; ConfigError if it is not there, or was changed."""
         try:
             return RunIdentity.model_validate_json(self.identity.read_bytes())
         except OSError as error:
@@ -154,11 +142,6 @@ class RunFolder:
             ) from None
 
     def write_identity(self, identity: RunIdentity) -> None:
-        """Write `run.json`, durably.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
         write_durably(self.identity, f"{identity.model_dump_json(indent=2)}\n".encode())
 
 
@@ -171,9 +154,7 @@ def already_there(root: Path) -> str:
 def claimed(folder: RunFolder) -> Iterator[None]:
     """Keep other commands from working on a run for the length of a block, or until this process ends.
 
-    Raises:
-        ConfigError: another command works on it; names its process.
-        OSError: the folder cannot be written.
+    ConfigError names the process of another command; OSError if the folder cannot be written.
     """
     descriptor = os.open(folder.claim, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -207,12 +188,9 @@ def owner_of(folder: RunFolder) -> int | None:
 
 
 def named_run(path: Path) -> Path:
-    """The folder of a run that is meant, or a folder of one: a bare name is looked for in runs/ too.
+    """Return the folder of a run, or a folder of one: a bare name is looked for in runs/ too.
 
-    A run goes before what only has its name: beside runs/ there may be a folder that is called as a run is.
-
-    Raises:
-        ConfigError: it may not be entered, or cannot be the name of a folder.
+    A run goes before what only has its name. ConfigError if it may not be entered, or cannot be the name of a folder.
     """
     named = Path("runs") / path
     try:
@@ -227,11 +205,7 @@ def named_run(path: Path) -> Path:
 
 
 def open_run(path: Path) -> RunFolder:
-    """The folder of a run that was made before, by its path or its name within runs/.
-
-    Raises:
-        ConfigError: there is no run, or it is somebody else's.
-    """
+    """Return the folder of a run, by its path or its name within runs/; ConfigError if there is none."""
     folder = RunFolder(named_run(path))
     if not folder.config.is_file():
         runs = sorted(each.parent.name for each in Path("runs").glob("*/config.toml"))
@@ -255,11 +229,7 @@ def choose_root(config: Config, config_path: Path) -> Path:
 
 
 def check_weights_folder(folder: Path) -> None:
-    """See that a run could publish there, leaving nothing behind.
-
-    Raises:
-        ConfigError: it cannot be made or written, or is that of another run.
-    """
+    """Check that a run could publish there, leaving nothing behind; ConfigError if not, or if another run has."""
     check_writable(folder, WEIGHTS_KEY)
     if not folder.exists():
         return
@@ -282,8 +252,7 @@ def check_weights_folder(folder: Path) -> None:
 def claimed_weights(folder: Path, run: Path) -> Iterator[None]:
     """Make the folder and keep other runs out of it for the length of a block, or until this process ends.
 
-    Raises:
-        ConfigError: another run uses it, or it cannot be written.
+    ConfigError if another run uses it, or it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -299,11 +268,7 @@ def claimed_weights(folder: Path, run: Path) -> Iterator[None]:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """See that a folder could be made and written, leaving nothing behind; `key` of the config says it.
-
-    Raises:
-        ConfigError: one sentence that names the key and what to try.
-    """
+    """Check that a folder could be made and written, leaving nothing behind; ConfigError names the key that has it."""
     found = folder
     try:
         found = nearest_existing(folder)
@@ -328,3 +293,81 @@ def _lock_weights(file: BinaryIO, folder: Path, *, shared: bool = False) -> None
             f"{WEIGHTS_KEY} = '{folder}' is in use by a run that is alive ({who}); choose another folder, or end that "
             "run"
         )
+
+
+# --- control channel: `leeway scale` asks, the launcher answers ---------------------------------------
+
+_LOOK_S = 0.1
+_MAX_BYTES = 4096
+"""Of a question. Only the owner of the folder can write there, and so ask:
+
+    control/0f3a.ask      {"verb": "scale", "pool": "big", "count": 4}
+    control/0f3a.answer   {"ok": true, "text": "..."}     or false, and why not
+"""
+
+
+class NoAnswer(RuntimeError):
+    """The launcher did not answer."""
+
+
+class Declined(ValueError):
+    """The launcher refused; nothing was changed."""
+
+
+def ask(folder: Path, question: Mapping[str, Any], timeout_s: float) -> str:
+    """Ask a launcher through the folder `control/` of its run, and return its answer, a sentence.
+
+    Declined has its reason; NoAnswer: it did not answer in time, or the folder cannot be written.
+    """
+    name = uuid.uuid4().hex
+    asked, answered = folder / f"{name}.ask", folder / f"{name}.answer"
+    try:
+        _write(asked, question)
+    except OSError as error:
+        raise NoAnswer(f"{folder} cannot be written ({error}): ask a running job as its owner") from error
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not answered.exists():
+            if time.monotonic() > deadline:
+                raise NoAnswer(
+                    f"the launcher of the run {folder.parent} did not answer for {timeout_s:g} s: it answers while it "
+                    "trains; see `leeway status`"
+                )
+            time.sleep(_LOOK_S)
+        answer = json.loads(answered.read_text(encoding="utf-8"))
+    finally:
+        asked.unlink(missing_ok=True)
+        answered.unlink(missing_ok=True)
+    if not answer["ok"]:
+        raise Declined(str(answer["text"]))
+    return str(answer["text"])
+
+
+class Control:
+    """The launcher's side."""
+
+    def __init__(self, folder: Path) -> None:
+        """Create the folder and remove questions to an earlier launcher of the run."""
+        self._folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for stale in folder.glob("*.a*"):
+            stale.unlink(missing_ok=True)
+
+    def answer(self, verbs: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> None:
+        """Answer all questions since the last call; each verb returns a sentence, or raises ValueError with one."""
+        for asked in sorted(self._folder.glob("*.ask")):
+            try:
+                question = json.loads(asked.read_bytes()[:_MAX_BYTES])
+                text, is_ok = verbs[question["verb"]](question), True
+            except (KeyError, TypeError) as error:
+                text, is_ok = f"invalid question ({error!r}): use the version of Leeway that started the run", False
+            except ValueError as error:
+                text, is_ok = str(error), False
+            except FileNotFoundError:
+                continue  # the question was withdrawn
+            asked.unlink(missing_ok=True)
+            _write(asked.with_suffix(".answer"), {"ok": is_ok, "text": text})
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    write_whole(path, [json.dumps(document).encode()])

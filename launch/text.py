@@ -80,11 +80,11 @@ class TextOf:
         """Yield the folders that may hold the model: exported, or its source."""
         yield self._run / "model"
         try:
-            model = tomllib.loads((self._run / "config.toml").read_text(encoding="utf-8"))["model"]
-            if "path" in model:
-                yield Path(model["path"])
+            path = tomllib.loads((self._run / "config.toml").read_text(encoding="utf-8"))["model"]["path"]
+            if Path(path).is_absolute():
+                yield Path(path)
                 return
-            name, _, revision = model["hub"].partition("@")
+            name, _, revision = path.partition("@")
         except (OSError, KeyError, TypeError, ValueError, AttributeError):  # no such file, or another one
             return
         from huggingface_hub import try_to_load_from_cache

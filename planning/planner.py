@@ -19,9 +19,8 @@ from common.process import threads_of
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
-from launch.gpus import Gpu, check_gpus, gpus_here, stage_need, too_small
-from launch.needs import MachineNeeds
 from launch.pools import WorkerPool, actor_pools, stage_pools
+from launch.resources import Gpu, MachineNeeds, check_gpus, gpus_here, stage_need, too_small
 from planning.costs import SHAPE_KEYS, LearnerShape
 from planning.plans import SAMPLES, Candidate, Host, Keys, Prediction, as_overrides, engines_like, predict, world_of
 from planning.profile import Profile
@@ -302,8 +301,8 @@ class Planner:
 
     @cached_property
     def _num_layers(self) -> int:
-        path, own = self.config.model.path, shape_of(self.config)
-        layers = read_object(Path(path) / "config.json").get("num_hidden_layers") if path and Path(path).is_dir() else 0
+        path, own = self.config.model.folder, shape_of(self.config)
+        layers = read_object(path / "config.json").get("num_hidden_layers") if path and path.is_dir() else 0
         return layers if layers and isinstance(layers, int) else own.num_stages * own.num_chunks
 
     def _with(self, keys: Keys) -> Config:

@@ -23,8 +23,8 @@ from common.process import usable_cpus
 from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError
-from launch.gpus import gpus_here
 from launch.pools import ActorPool, WorkerPool, actor_pools, stage_pools
+from launch.resources import gpus_here
 from planning.profile import EngineCosts, Profile
 from planning.profiling import settings_of, settings_of_engine, shape_of
 from planning.simulator import Simulation

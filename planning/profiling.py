@@ -34,12 +34,12 @@ from common.process import usable_cpus
 from launch.checks import check
 from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
-from launch.gpus import gpus_here
 from launch.host import ourselves
 from launch.observe.metrics import Rows
 from launch.observe.status import RunStatus, StatusError, read_status
 from launch.observe.trace import read
 from launch.pools import actor_pools
+from launch.resources import gpus_here
 from launch.run_folder import WEIGHTS_KEY, RunFolder
 from planning.costs import NUM_TERMS, SHAPE_KEYS, LearnerShape, Moments, terms
 from planning.lengths import LengthLaw, explained_by_prompt
@@ -159,9 +159,9 @@ def _between_steps_s(runs: Sequence[_Run]) -> float:
 
 def model_of(config: Config) -> str | None:
     """What the model of a config is known by, on the Hub its name there; None where it is not here yet."""
-    if config.model.path is None:
+    path = config.model.folder
+    if path is None:
         return "@".join(config.model.on_hub)
-    path = Path(config.model.path)
     return model_identity(path) if path.is_dir() else None
 
 

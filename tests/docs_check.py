@@ -155,7 +155,7 @@ def _fault_of_leeway(arguments: list[str], in_a_sentence: bool = False) -> str:
         config = None
     path = DEMO if config is None or config.name == "CONFIG.toml" else ROOT / config
     try:
-        load_config(path, context.args)
+        model = load_config(path, context.args).model.folder
     except ConfigError as error:
         return str(error)
     if config is None or path is DEMO or context.params.get("source") is not None:  # on samples of a run before it
@@ -163,6 +163,8 @@ def _fault_of_leeway(arguments: list[str], in_a_sentence: bool = False) -> str:
     if context.params.get("plan") is not None:  # a file that the command before has written
         at = shown.index("--plan")
         shown = shown[:at] + shown[at + 2 :]
+    if model is not None and not model.exists() and model.with_suffix(".py").exists():  # the command before made it
+        shown += ["--model.path", "organisation/name"]
     verb = str(context.info_name)
     return _run([*shown, "--dry-run"] if verb == "train" and "--dry-run" not in shown else shown, verb)
 

@@ -20,8 +20,8 @@ from planning.simulator import Simulation
 GROUPS, SLOTS, NUM_PROMPTS = 8, 16, 96
 FIRST_ACTOR = "actor-0"
 SAID = (
-    *("--pools.alone.role", "actors", "--pools.alone.count", "1", "--pools.alone.resource", ""),
-    *("--pools.beside.role", "actors", "--pools.beside.count", "1", "--pools.beside.resource", ""),
+    *("--pools.alone.role", "actors", "--pools.alone.count", "1"),
+    *("--pools.beside.role", "actors", "--pools.beside.count", "1"),
     *("--actors.num_actors", "2", "--actors.max_running_samples", str(SLOTS)),
     *("--weight_sync.max_lag", "2", "--weight_sync.on_stale", "wait", "--task.num_heldout", "1"),
 )

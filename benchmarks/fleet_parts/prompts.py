@@ -22,7 +22,7 @@ class FleetPrompts(PromptStream):
 
     def __init__(self, config: Config, law: LengthLaw) -> None:
         """Of the task of a config."""
-        task, _ = load_encoded(config.task, Path(config.model.path or ""), config.actors.max_prompt_tokens)
+        task, _ = load_encoded(config.task, Path(config.model.path), config.actors.max_prompt_tokens)
         tokens = [problem.token_ids for problem in task.train]
         super().__init__(law, len(tokens), config.actors.group_size, config.run.seed)
         self._scores = np.array([score_of(*ids) for ids in tokens])

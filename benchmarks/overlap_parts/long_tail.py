@@ -4,9 +4,6 @@ The model is a Llama of ordinary random weights, so that it costs what a model o
 it that decides what it says. Every prompt ends with a letter, its class. A token of class c is followed by one of the
 WORDS tokens of class c or, with probability 1 / mean_length(c), by the end: so a completion of class c has a geometric
 length of that mean. The means of the classes are the quantiles of a log-normal distribution. Nothing is trained.
-[model].recipe runs this file, and makes the checkpoint in seconds:
-
-    python benchmarks/overlap_parts/long_tail.py FOLDER
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -145,10 +141,11 @@ def write_checkpoint(folder: Path, max_tokens: int = MAX_TOKENS) -> None:
 
 
 def write_setting(folder: Path, setting: Setting, num_prompts: int = NUM_PROMPTS) -> Path:
-    """Write prompts and config into a folder, which is made; returns the config's path."""
+    """Write the model, prompts and config into a folder, which is made; return the config's path."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"question": question}) for question in questions(num_prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    write_checkpoint(folder / "long_tail_model")
     path = folder / "overlap.toml"
     path.write_text(_config(folder, setting))
     return path
@@ -158,7 +155,6 @@ def _config(folder: Path, setting: Setting) -> str:
     return f"""\
 [model]
 path = "{folder / "long_tail_model"}"
-recipe = "{Path(__file__).resolve()}"
 
 [task]
 type = "file"
@@ -191,13 +187,3 @@ wandb = "disabled"
 [run]
 seed = {SEED}
 """
-
-
-def main() -> None:
-    """Write the checkpoint folder."""
-    torch.set_num_threads(1)
-    write_checkpoint(Path(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,6 @@ from benchmarks.overlap import figures_of
 from benchmarks.plan_parts.predictions import ROUNDS, WARM_UP, Case, config_in, measured
 from common.hf_folder import model_identity
 from launch.config import Config, load_config, to_toml
-from launch.model_folder import fetch_model
 from launch.pools import actor_pools
 from planning.costs import TokenTime
 from planning.lengths import LengthLaw
@@ -121,9 +120,7 @@ def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) 
     if len(choice.setting.pools if choice.setting else ()) > 1:
         known += TWO_POOLS
     config = load_config(base, [*known, *choice.overrides(choice.plans[0])])
-    if choice.setting is None:
-        fetch_model(config.model, is_there=False)  # at which the planner looks before anything runs
-    else:
+    if choice.setting is not None:
         profile = profile_of_fleet(config, choice.setting, costs)
     assert profile is not None
     path = place / "config.toml"
@@ -170,7 +167,7 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
     return Profile(
         taken_s=time.time(),
         machine=machine_here(),
-        model=model_identity(Path(config.model.path or "")),
+        model=model_identity(Path(config.model.path)),
         engines=engines,
         learner=LearnerCosts(
             terms=(setting.step_s, 0.0, setting.step_token_s, 0.0),

@@ -41,7 +41,7 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
     keep_freed_memory()  # as our learner does
     made = load_config(Path(config), overrides)
     set_seed(made.run.seed)
-    task, folder = load_task(made.task), Path(str(made.model.path))
+    task, folder = load_task(made.task), Path(made.model.path)
     codec = PromptCodec(folder, made.task.chat, made.task.system_prompt)
     functions = [load_reward(function) for function in task.rewards]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -10,6 +10,6 @@ role_process   Role: what a process hosts; RoleProcess: one as the supervisor se
                again
 placement      PlacementGroup, Reservation: on which hosts, with a bound on every wait; PlacedProcess: one with a place;
                spawn: starts it there
-ray_cluster    Ray started or joined, RayWatch: sees that Ray's own processes died; and ended
-reaper         ends what a killed command leaves behind; a program of its own
+ray_cluster    Ray started or joined, and ended; RayWatch: sees that Ray's own processes died, and ends what a killed
+               command leaves behind
 """

@@ -1,13 +1,14 @@
 """The Ray of a run: started here or joined, watched, since it reports little of its own processes' death, and ended.
 
 start_ray, end_ray  for a run whose Ray lives
-RayWatch            sees that one of its own processes died
+RayWatch            sees that one of its own processes died, and starts what ends the rest of a killed command
 abandon_ray, leave  end everything without asking a Ray that is dead
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import shutil
@@ -27,8 +28,7 @@ from common.process import usable_cpus
 from launch.config import Config
 from launch.errors import END_SIGNALS
 from launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
-from launch.pools import resources_of
-from launch.processes import reaper
+from launch.pools import resource_of
 from launch.processes.role_process import RunFailed
 
 RAY_GOODBYE_S = 3.0
@@ -70,7 +70,7 @@ def _of_this_machine(config: Config) -> dict[str, Any]:
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "num_cpus": usable_cpus(),
-        "resources": dict.fromkeys(resources_of(config), 1.0),
+        "resources": dict.fromkeys(map(resource_of, config.pools), 1.0),
         "_temp_dir": str(make_sessions_folder()),
     }
 
@@ -153,6 +153,46 @@ _GONE_S = 45.0
 """A control store on another machine that takes no connection for so long is gone."""
 
 
+def _ticks_at_start(pid: int) -> str:
+    """Return when a process was started, in ticks since boot; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _reap(done: str, patience_s: float) -> None:
+    """Kill what a killed command leaves behind: run beside the command until that ends, in a process of its own.
+
+    A line of its input names the processes, each as PID:TICKS, so that a reused number is not taken for it. If the
+    input ends without the line `done`, the command was killed, and what is left of them after a while is killed too.
+    """
+    import os, signal, sys, time  # noqa: E401, I001 -- the process has this source alone, and little memory
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the command, whose end is what counts
+    named: list[str] = []
+    for line in sys.stdin:
+        if line.strip() == done:
+            return
+        named = line.split()
+    time.sleep(patience_s)
+    for each in named:
+        pid, _, start = each.partition(":")
+        if start and _ticks_at_start(int(pid)) == start:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+_DONE = "done"
+_PATIENCE_S = 5.0
+"""Ray's workers end by themselves when their command does; its agents take a minute and a half."""
+_REAPER = f"{inspect.getsource(_ticks_at_start)}\n{inspect.getsource(_reap)}\n_reap({_DONE!r}, {_PATIENCE_S})"
+
+
 class RayWatch:
     """Watches what a run of this machine stands on."""
 
@@ -168,7 +208,7 @@ class RayWatch:
         self.is_dead = False
         """Calls to Ray would never return."""
         self._reaper = subprocess.Popen(
-            [sys.executable, "-S", "-E", reaper.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-S", "-E", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
         self._tell(self._names())
 
@@ -198,13 +238,13 @@ class RayWatch:
     def close(self) -> None:
         """End the reaper once Ray was ended. Idempotent."""
         if self._reaper.stdin is not None and not self._reaper.stdin.closed:
-            self._tell(reaper.DONE)
+            self._tell(_DONE)
             with contextlib.suppress(BrokenPipeError):  # closing writes once more what could not be written
                 self._reaper.stdin.close()
             self._reaper.wait(_GOODBYE_S)
 
     def _names(self) -> str:
-        return " ".join(f"{each.pid}:{reaper.started(each.pid)}" for each in self._family)
+        return " ".join(f"{each.pid}:{_ticks_at_start(each.pid)}" for each in self._family)
 
     def _tell(self, line: str) -> None:
         """Send a line to the reaper, which ends the family if this process is killed."""

@@ -84,7 +84,7 @@ def _resource(name: str) -> str:
 def _verdict(run: RunData) -> str:
     num_steps, task = run.num_steps, run.knob("task.name") or run.knob("task.path") or "a task"
     algorithm = str(run.knob("algorithm.type") or "").replace("_", " ")
-    model = Path(str(run.knob("model.path") or run.knob("model.hub") or "a model")).name
+    model = Path(str(run.knob("model.path") or "a model")).name.partition("@")[0]
     what = f"{model} on {Path(str(task)).name}" + (f" with {algorithm}" if algorithm else "")
     if run.failed:
         return f"{what}: failed after {num_steps:,} steps. {run.failed}"

@@ -91,7 +91,7 @@ def alone(tmp_path):
 
 def test_down_has_a_run_write_its_checkpoint_before_it_ends_ray(alone):
     asked = f"localhost: runs are asked to write a checkpoint and end (process {alone.run.pid}); waiting for at most"
-    assert alone.down() == [f"{asked} 180 s", "localhost: down"]
+    assert alone.down() == [f"{asked} 720 s", "localhost: down"]
     assert (alone.checkout / "checkpoint").exists()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 HEAVY = ("ray", "torch", "transformers", "vllm")
 LOOKING = (
-    "launch.control",
+    "launch.run_folder",
     "launch.report.data",
     "launch.report.page",
     "launch.observe.trace",

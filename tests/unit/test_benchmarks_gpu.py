@@ -35,7 +35,7 @@ from benchmarks.gpu.__main__ import main
 from buffer.schema import VersionSpan
 from common.staleness import PolicyVersion
 from launch.config import load_config
-from launch.gpus import Gpu, check_gpus
+from launch.resources import Gpu, check_gpus
 from learner.packing import PackingRule, pack
 
 

@@ -66,5 +66,4 @@ def test_the_walks_of_the_architecture_page_name_files_that_are_there():
 ALONE = {
     "planning.search": "closed forms, which the simulator is held to, and the search by them",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",
-    "launch.processes.reaper": "a program of its own, which imports the standard library alone",
 }

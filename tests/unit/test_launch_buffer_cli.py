@@ -117,9 +117,9 @@ def test_a_model_of_the_hub_decodes_too(run, leeway, tmp_path, monkeypatch):
     (hub / "models--some--model" / "refs").mkdir()
     (hub / "models--some--model" / "refs" / "v2").write_text("0123")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
-    (run / "config.toml").write_text('[model]\nhub = "some/model"\n')
+    (run / "config.toml").write_text('[model]\npath = "some/model"\n')
     assert not any("'abc'" in line for line in leeway("show", run, 2)[1])
-    (run / "config.toml").write_text('[model]\nhub = "some/model@v2"\n')
+    (run / "config.toml").write_text('[model]\npath = "some/model@v2"\n')
     assert leeway("show", run, 2)[1].count("  'abc'") == 2
 
 

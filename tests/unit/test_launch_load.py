@@ -62,6 +62,22 @@ def test_a_path_stays_as_it_was_written_where_it_leads_through_a_link(minimal, t
     assert str(RunFolder(choose_root(config, minimal)).root) == f"{data}/runs/first"
 
 
+@pytest.mark.parametrize("name", ["org/model", "org/model@v1.2", "Org-1/model_2.5@refs/pr/1"])
+def test_a_model_path_is_a_name_of_the_hub_if_no_such_folder_exists(minimal, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    found = load_config(minimal, ["--model.path", name]).model
+    assert (found.folder, found.path) == (None, name)
+    (tmp_path / "resolved.toml").write_text(to_toml(load_config(minimal, ["--model.path", name])))
+    assert load_config(tmp_path / "resolved.toml").model == found
+    (tmp_path / name).mkdir(parents=True)
+    assert load_config(minimal, ["--model.path", name]).model.folder == tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["model", "./org/model", "../org/model", "/org/model", "a/b/c", "org/"])
+def test_other_paths_are_folders_whether_they_exist_or_not(minimal, name):
+    assert load_config(minimal, ["--model.path", name]).model.folder is not None
+
+
 def test_overrides_are_toml_values_or_plain_text(minimal):
     config = load_config(
         minimal, ["--learner.num_steps", "7", "--weight_sync.max_lag=unbounded", "--run.name", "first try"]
@@ -76,8 +92,8 @@ def test_a_number_is_a_name_too(minimal):
 
 @pytest.mark.parametrize("text", ["3e-4", "1e-5", "1_000", "12.50", "2026-11-26"])
 def test_a_name_that_looks_like_a_number_or_a_date_is_as_it_was_typed(minimal, text):
-    config = load_config(minimal, ["--run.name", text, "--model.recipe", f'"{text}"', "--learner.warmup_steps", "1_0"])
-    assert (config.run.name, Path(config.model.recipe).name, config.learner.warmup_steps) == (text, text, 10)
+    config = load_config(minimal, ["--run.name", text, "--model.path", f'"{text}"', "--learner.warmup_steps", "1_0"])
+    assert (config.run.name, Path(config.model.path).name, config.learner.warmup_steps) == (text, text, 10)
 
 
 @pytest.mark.parametrize("text", ["0x10", "1e3", "3e-4", "1_000", "true", "2026-11-26", "on"])
@@ -141,7 +157,6 @@ def test_a_config_with_corrections_read_back_is_the_same(minimal, tmp_path):
         (["--weight_sync.max_lag", "0", "--weight_sync.max_actor_lag", "1"], "contradicts max_actor_lag"),
         (["--weight_sync.max_lag", "unbound"], "weight_sync.max_lag = 'unbound': input should be a valid integer"),
         (["--weight_sync.max_lag", "unbound"], "or input should be 'unbounded'"),
-        (["--model.hub", "a/b"], "exactly one of model.path"),
         (["--learner.num_steps"], "has no value"),
         (["learner.num_steps", "3"], "is not an override"),
         (["--task.name.deep", "3"], "'name' is a value, not a section"),

@@ -267,7 +267,6 @@ CASES = [
     Case("more stages than layers", demo("--learner.num_stages", "9"), ("has only 2 layers",)),
     Case("too few tokens", demo("--learner.token_budget", "8"), ("would fit in no micro-batch",)),
     Case("a bound that is never met", demo("--weight_sync.max_lag", "0", "--learner.num_epochs", "3"), ("never be",)),
-    Case("two models", demo("--model.hub", "a/b"), ("exactly one of model.path",)),
     Case("stages on GPUs that are not there", demo("--learner.gpus", "1"), ("gpus of the workers add up to 2",)),
     Case("actors on GPUs that are not there", demo("--actors.gpus", "1"), ("pool 'actors' asks for 2 x",)),
     Case("a GPU and a half", demo("--actors.gpus", "1.5"), ("pool 'actors' reserves 1.5 GPUs", "it computes on 1")),
@@ -414,7 +413,6 @@ CASES = [
         ("no tokenizer that",),
     ),
     Case("too long for it", demo("--actors.max_prompt_tokens", "100"), ("was made for at most 64 tokens",)),
-    Case("no recipe", demo("--model.path", "/nowhere", "--model.recipe", "/none.py"), ("model.recipe = '/none.py'",)),
 ]
 
 
@@ -450,10 +448,10 @@ def nothing_starts(monkeypatch):
 def test_a_gpu_that_is_no_use_is_a_mistake_too(capsys, tmp_path, monkeypatch, nothing_starts, overrides, told, said):
     import torch
 
-    from launch import gpus
+    from launch import resources
 
-    card = gpus.Gpu(0, "GPU-a", "Tesla T4", "580.1", 15 * 2**30, 0, told.get("capability", 9.0))
-    monkeypatch.setattr(gpus, "gpus_here", lambda: [card])
+    card = resources.Gpu(0, "GPU-a", "Tesla T4", "580.1", 15 * 2**30, 0, told.get("capability", 9.0))
+    monkeypatch.setattr(resources, "gpus_here", lambda: [card])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: told.get("is_available", True))
     status = main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), *overrides])

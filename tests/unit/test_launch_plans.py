@@ -17,9 +17,8 @@ from benchmarks.lib.lengths import lognormal
 from launch.cli import main
 from launch.config import load_config
 from launch.errors import ConfigError
-from launch.gpus import Gpu, lacking_here
-from launch.needs import MachineNeeds
 from launch.pools import actor_pools
+from launch.resources import Gpu, MachineNeeds, lacking_here
 from launch.run_folder import RunFolder
 from learner.packing import CostModel, pack
 from planning import planner as planning
@@ -234,11 +233,12 @@ def test_gpus_of_this_machine_say_nothing_of_those_of_a_host_file(monkeypatch):
         assert (len(shapes) > 1) != is_here, "the config's own shape is left to train"
 
 
-def test_a_host_takes_pools_whose_resource_it_carries_and_any_that_ask_for_none():
+def test_a_host_takes_pools_that_it_is_in():
     hosts = [Host("h1", frozenset({"exact"}), 2.0, 0.0), Host("h2", frozenset(), 6.0, 0.0)]
     told = ["--learner.num_stages", "1", "--learner.num_replicas", "1", "--weight_sync.max_lag", "0"]
-    for keys, most in (({"resource": "pool_exact"}, 1), ({"resource": '""'}, 6), ({}, 0)):
-        found = possible(made(*told, *pool("exact", count=1), *pool("fast", **keys), hosts=hosts))
+    for pools, most in ((frozenset(), 0), (frozenset({"fast"}), 6)):
+        both = [hosts[0], hosts[1]._replace(pools=pools)]
+        found = possible(made(*told, *pool("exact", count=1), *pool("fast"), hosts=both))
         assert max((each["pools.fast.count"] for each in found), default=0) == most
     hosts += [Host("h3", frozenset({"exact", "fast"}), 2.0, 0.0), Host("h4", frozenset({"fast"}), 2.0, 0.0)]
     both = possible(made(*told, *pool("exact"), *pool("fast"), hosts=hosts))
@@ -275,7 +275,7 @@ def test_the_config_as_it_is_is_simulated_too_so_that_no_plan_is_worse(monkeypat
 
 def test_a_model_of_the_hub_is_known_by_its_name_and_not_split_further_than_the_config_does(tmp_path, capsys):
     path, told = tmp_path / "hub.toml", tmp_path / "profile.json"
-    path.write_text(DEMO.read_text().replace('path = "demo_model"', 'hub = "o/small"'))
+    path.write_text(DEMO.read_text().replace('path = "demo_model"', 'path = "o/small"'))
     assert profiling.model_of(load_config(path)) == "o/small@main"
     profile(model="o/large@main").write(told)
     assert main(["plan", str(path), "--profile", str(told)]) == 2

@@ -7,7 +7,7 @@ import pytest
 from launch.checks import check
 from launch.config import load_config, to_toml
 from launch.errors import ConfigError
-from launch.pools import HOST_UNIT, actor_pools, resources_of, serving_dtypes, stage_pools
+from launch.pools import HOST_UNIT, actor_pools, serving_dtypes, stage_pools
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -23,7 +23,6 @@ dtype = "bfloat16"
 max_running_samples = 32
 cpus = 2
 gpus = 1
-resource = "h200"
 """
 
 
@@ -45,7 +44,7 @@ def test_without_sections_there_are_two_pools_on_any_host(load):
     (actors,), (stages,) = actor_pools(config), stage_pools(config)
     assert (actors.name, actors.count, actors.config) == ("actors", 2, config.actors)
     assert (actors.bundle, stages.bundle) == ({"CPU": 0.5}, {"CPU": config.learner.cpus})
-    assert (stages.name, stages.count, list(resources_of(config))) == ("learner", 2, [])
+    assert (stages.name, stages.count) == ("learner", 2)
 
 
 def test_a_pool_has_its_own_engines_and_hosts_and_the_rest_from_the_actors_section(load):
@@ -54,9 +53,8 @@ def test_a_pool_has_its_own_engines_and_hosts_and_the_rest_from_the_actors_secti
     assert (exact.count, exact.config.dtype, exact.bundle) == (1, "float32", {"CPU": 0.5, "pool_exact": HOST_UNIT})
     assert (fast.count, fast.config.dtype, fast.config.max_running_samples) == (3, "bfloat16", 32)
     assert fast.config.group_size == config.actors.group_size
-    assert fast.bundle == {"CPU": 2.0, "GPU": 1.0, "h200": HOST_UNIT}
+    assert fast.bundle == {"CPU": 2.0, "GPU": 1.0, "pool_fast": HOST_UNIT}
     assert serving_dtypes(config) == ("bfloat16", "float32"), "the learner publishes both"
-    assert list(resources_of(config)) == ["pool_exact", "h200"]
 
 
 def test_the_resolved_config_of_a_run_with_pools_can_be_loaded_again(load, tmp_path):
@@ -83,8 +81,6 @@ FRONT_ON_GPU = '[pools.front]\nrole = "learner"\ncount = 1\ngpus = 1\n[pools.bac
         ('[pools.a]\nrole = "learner"\ncount = 3\n', [], r"hold 3 stages \(a 3\), and .* = 2"),
         ('[pools.a]\nrole = "learner"\ncount = 2\n[pools.b]\nrole = "learner"\n', [], r"\(a 2, b 0\)"),
         ('[pools."a b"]\nrole = "actors"\n', [], "give a pool a name of letters"),
-        ('[pools.a]\nrole = "actors"\ngpus = 2\nresource = "GPU"\n', [], "pools.a.resource = 'GPU' is what Ray itself"),
-        ('[pools.a]\nrole = "learner"\nresource = "CPU"\n', [], "pools.a.resource = 'CPU' is what Ray itself"),
         ('[pools.a]\nrole = "actors"\ntensor_parallel_size = 2\n', [], "pools.a.tensor_parallel_size = 2 needs"),
         (FRONT_ON_GPU, [], "front 1, back 0: stages on GPUs and stages on CPUs do not train together"),
     ],

@@ -226,10 +226,10 @@ def test_a_run_folder_without_digests_is_resumed_and_gets_them(mine):
 
 def test_the_commit_that_a_model_of_the_hub_was_fetched_at_is_kept(tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
-    for hub in ("some/model", "some/model@v2"):
-        assert ModelConfig(hub=hub).pinned(tmp_path / "snapshots" / commit).on_hub == ("some/model", commit)
-    assert ModelConfig(hub="some/model@v2").pinned(tmp_path / "elsewhere").hub == "some/model@v2"
-    assert ModelConfig(path="/m").pinned(tmp_path / commit).hub is None
+    for path in ("some/model", "some/model@v2"):
+        assert ModelConfig(path=path).pinned(tmp_path / "snapshots" / commit).on_hub == ("some/model", commit)
+    assert ModelConfig(path="some/model@v2").pinned(tmp_path / "elsewhere").path == "some/model@v2"
+    assert ModelConfig(path="/m").pinned(tmp_path / commit).path == "/m"
 
 
 def test_a_buffer_of_another_run_is_refused(folder):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,24 +59,6 @@ def test_a_good_reward_passes(check):
     assert status == ExitStatus.OK, said
     assert "The rewards of 2 problems are as they should be." in said
     assert all(kind in said for kind in ("right", "wrong", "empty", "garbage", "unicode", "very long"))
-
-
-def test_a_prompt_that_has_the_start_of_the_answer_is_told_of(check, tmp_path):
-    from transformers import AutoTokenizer
-
-    code = "def exact(completions, answer, **_):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
-    said = check(code, "exact", options=("--task.template", "{question} <reasoning>"))[1]
-    assert "NOTE prompts end with the start of the answer, '<reasoning>': completions begin behind it" in said
-    model = shutil.copytree(Path(__file__).parents[2] / "examples" / "demo_model", tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}Thus: {% endif %}"
-    tokenizer.save_pretrained(model)
-    asked = ("--model.path", str(model), "--task.chat", "true")
-    assert "NOTE prompts end with the start of the answer, 'Thus:'" in check(code, "exact", options=asked)[1]
-    assert "NOTE" not in check(code, "exact")[1]
-    status, said = check(code, "exact", options=("--task.chat", "true", "--model.path", str(tmp_path / "none")))
-    assert (status, "NOTE" in said) == (ExitStatus.OK, False), "the model is not needed to try rewards"
 
 
 def test_a_reward_that_is_always_the_same_carries_no_signal(check):

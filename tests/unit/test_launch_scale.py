@@ -6,10 +6,9 @@ import time
 
 import pytest
 
-from launch.control import Control
 from launch.errors import ExitStatus
 from launch.observe.observer import Observer
-from launch.run_folder import claimed
+from launch.run_folder import Control, claimed
 from tests.unit.made_up_run import plan
 from tests.world.command import leeway_here
 

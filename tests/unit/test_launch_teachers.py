@@ -11,7 +11,7 @@ from launch.checks import Plan, check, check_fetched
 from launch.cli import main
 from launch.config import load_config, to_toml
 from launch.errors import ConfigError, ExitStatus
-from launch.gpus import stage_need
+from launch.resources import stage_need
 from tests.unit.made_up_run import context
 from tests.unit.small_models import Model
 
@@ -144,7 +144,7 @@ def test_recorded_samples_have_no_teachers(write, tmp_path):
 
 
 def test_a_model_that_came_later_is_held_against_its_teachers_too(write, tmp_path):
-    made = plan(write((f'path = "{STUDENT}"\n[model', 'hub = "some/body"\n[model')))
+    made = plan(write((f'path = "{STUDENT}"\n[model', 'path = "some/body"\n[model')))
     assert made.model is None
     assert check_fetched(made, STUDENT).model.vocab_size == 16
     came = Model("llama", tied=True).save(tmp_path / "came", max_position_embeddings=64)
