@@ -31,7 +31,6 @@ from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion, StalenessContract
 from launch.checks import Plan, check_fetched
 from launch.config import Config
-from launch.control import Control
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
 from launch.host import configure_logging, ourselves, private_files
 from launch.model_folder import fetch_model
@@ -45,9 +44,9 @@ from launch.offline import fill_buffer
 from launch.processes.evaluation import Evaluation, accuracy_of
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
-from launch.processes.supervisor import Supervisor
+from launch.processes.supervisor import HURRIED_GOODBYE_S, Supervisor
 from launch.resume import History, identity_of
-from launch.run_folder import RunFolder, claimed, claimed_weights
+from launch.run_folder import Control, RunFolder, claimed, claimed_weights
 from learner.checkpoint_files import TrainingProgress, newest_progress
 
 AUTOSCALE = "planning.autoscale:Autoscale"  # loaded if launch.autoscale is not "off"
@@ -125,7 +124,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         with private_files():
             check_wandb(config.tracking)  # starts a process that writes files
         # before the folder is made: a typo leaves nothing behind
-        model_path = fetch_model(config.model, is_there=plan.model is not None)
+        model_path = fetch_model(config.model)
         if plan.model is None:
             plan = check_fetched(plan, model_path)
             config = plan.config
@@ -172,7 +171,6 @@ class Sinks:
         self.trace.event(kind, text)
 
     def phase(self, text: str) -> None:
-        """The run begins to do something else."""
         self.display.say(text)
         self.observer.phase(text)
         self.trace.phase(text)
@@ -230,7 +228,7 @@ def _follow(
     except (Stopped, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
             raise  # a signal in the middle of Ray's C code arrives wrapped; nothing else is ours
-        supervisor.hurry()
+        supervisor.goodbye_s = HURRIED_GOODBYE_S
         observer.end("stopped", ExitStatus.INTERRUPTED)
         display.fail(f"stopped; what was trained lies in {folder.root}")
         return ExitStatus.INTERRUPTED
@@ -393,11 +391,7 @@ class _Run:
                     self.sinks.event("not_scaled", f"pool '{advice.pool}' stays as it is: {error}")
 
     def _act(self, trip: Trip) -> None:
-        """Tell what tripped, and do what is to be done.
-
-        Raises:
-            RunFailed: the run is to stop, or no actor is left.
-        """
+        """Report an alert and act on it; RunFailed if the run is to stop, or no actor is left."""
         self.sinks.event(trip.kind, trip.text, who=trip.who, action=trip.action)
         if trip.action == "quarantine":
             self.supervisor.actors.quarantine(trip.who, trip.text)

@@ -164,7 +164,6 @@ class ActorPools:
                 actor.begin_work(actor.handle.run.remote())
 
     def stop(self, goodbye_s: float) -> None:
-        """End all, with this grace period."""
         alive = [actor for actor in self.actors if not actor.lost and actor.handle is not None]
         if calls := [actor.leaving or actor.handle.stop.remote() for actor in alive]:
             ray.wait(calls, num_returns=len(calls), timeout=goodbye_s)

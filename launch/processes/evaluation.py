@@ -109,7 +109,6 @@ class Evaluation:
 
 
 def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:
-    """Add up the parts of an evaluation."""
     greedy = sum((result.greedy for result in results), start=EvalCounts())
     sampled = sum((result.sampled for result in results), start=EvalCounts())
     versions = sorted({result.version for result in results})

@@ -136,7 +136,6 @@ class LearnerGroup:
         self._notify = notify
         self._check = check
         self._context: RunContext[LearnerSections] | None = None
-        self._placement: PlacementGroup | None = None
         self._stages: list[RoleProcess] = []
         self._state = Phase.MEETING
         self._calls: list[tuple[RoleProcess, Any]] = []
@@ -148,20 +147,15 @@ class LearnerGroup:
         self._resumed: TrainingProgress | None = None
         self._restarts = Restarts(MAX_RESTARTS)
         self._checkpoint_at_loss = -1
-        self._reserved = [pool.bundle for pool in stage_pools(plan.config) for _ in range(pool.count)]
+        self._pools = stage_pools(plan.config)
+        self._reserved = [pool.bundle for pool in self._pools for _ in range(pool.count)]
         """By each rank."""
 
     # --- life -------------------------------------------------------------------------------------
 
     def ask_for_places(self) -> None:
         """Reserve the places of all ranks, which they keep over restarts; returns at once."""
-        pools = stage_pools(self._plan.config)
-        bundles = [pool.bundle for pool in pools for _ in range(pool.count)]
-        self._placement = PlacementGroup(bundles, " and ".join(pool.describe() for pool in pools))
-
-    def wait_for_places(self, timeout_s: float, *, others_come: bool) -> None:
-        assert self._placement is not None, "ask_for_places() comes first"
-        self._placement.wait(timeout_s, others_come=others_come)
+        self.placement = PlacementGroup(self._reserved, " and ".join(pool.describe() for pool in self._pools))
 
     def facts(self) -> list[ProcessStatus]:
         """Return the status of each rank; never blocks."""
@@ -171,10 +165,9 @@ class LearnerGroup:
 
     def spawn(self) -> None:
         """Start the processes of all ranks; they load what they need."""
-        assert self._placement is not None, "ask_for_places() comes first"
-        for rank in range(self._config.num_replicas * self._config.num_stages):
-            log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
-            variables = {**(ON_GPU if self._reserved[rank].get("GPU") else {}), **self._plan.config.launch.env}
+        for rank, reserved in enumerate(self._reserved):
+            log, on = self._plan.folder.log("stage", rank), self.placement.reservation(rank)
+            variables = {**(ON_GPU if reserved.get("GPU") else {}), **self._plan.config.launch.env}
             handle = spawn(StageRole, log, on=on, concurrency=4, variables=variables)
             self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
         first = self._stages[0]
@@ -188,7 +181,6 @@ class LearnerGroup:
         return list(self._calls)
 
     def begin(self) -> None:
-        """Begin to train; all ranks are ready."""
         if self._stop_requested:
             self._tell_to_stop()
         self._rows = Rows(self._plan.folder.metrics, at_end=True)  # which the coordinator has cut to where it stands
@@ -209,11 +201,19 @@ class LearnerGroup:
 
     def poll(self, patience_s: float) -> PollResult:
         """Return the learner's news; a late answer is taken at the next poll."""
+        rows = [] if self._rows is None else list(self._rows.read())
         if self._state in (Phase.MEETING, Phase.SETTING_UP, Phase.READY):
-            return PollResult(self._new_rows(), learner_waits_for="its stages, which are started again", publishing="")
+            return PollResult(rows, learner_waits_for="its stages, which are started again", publishing="")
         resumed, self._resumed = self._resumed, None
-        told = self._ask_lead(patience_s)
-        return told if resumed is None else replace(told, resumed_at=resumed.step, resumed_version=resumed.version)
+        news = PollResult(rows)
+        coordinator = self._stages[self._config.num_stages - 1]
+        answer: StagePoll | None = coordinator.ask("poll", patience_s, self._notify)
+        if answer is not None:
+            news = PollResult(rows, answer.waiting_for, answer.publishing)
+            for text in set(answer.leftovers) - self._told_of:
+                self._told_of.add(text)
+                self._notify("leftover", text)
+        return news if resumed is None else replace(news, resumed_at=resumed.step, resumed_version=resumed.version)
 
     @property
     def num_restarts(self) -> int:
@@ -221,7 +221,6 @@ class LearnerGroup:
 
     @property
     def are_finished(self) -> bool:
-        """Has every rank returned from its last step?"""
         return self._state in (Phase.FINISHED, Phase.EXPORTING, Phase.EXPORTED)
 
     def request_stop(self) -> None:
@@ -266,14 +265,9 @@ class LearnerGroup:
 
     def _check_place(self) -> None:
         """RunFailed if restarted ranks have waited too long for a host in place of a lost one."""
-        placement = self._placement
-        if (
-            self._state in (Phase.MEETING, Phase.SETTING_UP)
-            and placement is not None
-            and not placement.is_placed
-            and placement.missing_s > PLACEMENT_S
-        ):
-            raise RunFailed(f"the learner cannot start again: {placement.shortage()}")
+        is_starting, place = self._state in (Phase.MEETING, Phase.SETTING_UP), self.placement
+        if is_starting and not place.is_placed and place.missing_s > PLACEMENT_S:
+            raise RunFailed(f"the learner cannot start again: {place.shortage()}")
 
     def _set_up(self, rendezvous: str) -> None:
         told = [
@@ -346,25 +340,6 @@ class LearnerGroup:
         self._restarts.count()
         self.kill()
         self.spawn()
-
-    # --- the coordinator --------------------------------------------------------------------------
-
-    @property
-    def _lead(self) -> int:
-        return self._config.num_stages - 1
-
-    def _new_rows(self) -> list[dict[str, Any]]:
-        return [] if self._rows is None else list(self._rows.read())
-
-    def _ask_lead(self, patience_s: float) -> PollResult:
-        rows = self._new_rows()
-        answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, self._notify)
-        if answer is None:
-            return PollResult(rows)
-        for text in set(answer.leftovers) - self._told_of:
-            self._told_of.add(text)
-            self._notify("leftover", text)
-        return PollResult(rows, answer.waiting_for, answer.publishing)
 
 
 def _is_a(error: Exception, kind: type[Exception]) -> bool:

@@ -76,7 +76,6 @@ class PlacementGroup:
 
     @property
     def missing_s(self) -> float:
-        """Seconds since `is_placed` became false."""
         return 0.0 if self._missing_since_s is None else time.monotonic() - self._missing_since_s
 
     def wait(self, timeout_s: float, *, others_come: bool) -> None:

@@ -85,7 +85,6 @@ class Restarts:
 
     @property
     def in_a_row(self) -> int:
-        """How many have not proved themselves yet."""
         since_s = self.working_since_s
         return 0 if since_s is not None and time.monotonic() - since_s >= self._lasting_s else self._in_a_row
 
@@ -272,7 +271,6 @@ def results(
 
 
 def done(pending: object) -> bool:
-    """Has this call ended, well or badly?"""
     ready, _ = ray.wait([pending], timeout=0)
     return bool(ready)
 

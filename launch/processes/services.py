@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -75,15 +74,22 @@ class ServiceRole(Role):
         self._stop.set()
 
 
-class ServiceHost(ABC):
+class ServiceHost:
     """Starts a service, and restarts it on its own store when it ends."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    """Its name in messages."""
-
-    def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        service: tuple[str, tuple[object, ...]],
+        plan: Plan,
+        notify: Notify,
+        check: Check = lambda: None,
+    ) -> None:
+        """`title` is for messages; `service` is its dotted name, and what it is made from."""
+        self.name, self.title, self._service = name, title, service
         self._plan = plan
+        self.log = plan.folder.log(name, 0)
         self._notify = notify
         self._check = check
         self.processes: list[RoleProcess] = []
@@ -116,32 +122,22 @@ class ServiceHost(ABC):
                 ray.kill(process.handle, no_restart=True)
         self.processes = []
 
-    @abstractmethod
-    def _service(self) -> tuple[str, tuple[object, ...]]:
-        """Return the dotted name of the service, and what it is made from."""
-
-    @property
-    def _logs(self) -> str:
-        return ", ".join(str(process.log) for process in self.processes)
-
     def _serve(self, deadline: float) -> None:
-        """Start it; returns when it serves."""
-        log, restarts = self._plan.folder.log(self.name, 0), Restarts(MAX_RESTARTS)
-        process = RoleProcess(self.name, 0, self._spawn(log), log, restarts)
+        process = RoleProcess(self.name, 0, self._spawn(), self.log, Restarts(MAX_RESTARTS))
         self.address = self._bind(process, deadline)
         self.processes.append(process)
 
-    def _spawn(self, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
+    def _spawn(self) -> Any:  # noqa: ANN401 -- a Ray handle
         plan = self._plan
-        arguments = (*self._service(), plan.config.launch.host, plan.service_keys, plan.is_cluster)
-        return spawn(ServiceRole, log, *arguments, on=here(), concurrency=3, variables=plan.config.launch.env)
+        arguments = (*self._service, plan.config.launch.host, plan.service_keys, plan.is_cluster)
+        return spawn(ServiceRole, self.log, *arguments, on=here(), concurrency=3, variables=plan.config.launch.env)
 
     def _start_again(self, process: RoleProcess) -> None:
         """Retry until it serves; an attempt that fails counts as a restart."""
         while True:
             process.forget()
             process.restarts.count()
-            process.handle = self._spawn(process.log)
+            process.handle = self._spawn()
             deadline = time.monotonic() + STARTUP_S
             try:
                 self.address = self._bind(process, deadline)
@@ -163,11 +159,9 @@ class ServiceHost(ABC):
 class BufferHost(ServiceHost):
     """The buffer's service, and a client of it."""
 
-    name, title = "buffer", "the buffer service"
-
     def __init__(self, plan: Plan, facts: RunFacts, notify: Notify, check: Check = lambda: None) -> None:
-        super().__init__(plan, notify, check)
-        self._facts = facts
+        service = ("buffer.service:in_own_process", (plan.config.buffer, facts, plan.folder.buffer))
+        super().__init__("buffer", "the buffer service", service, plan, notify, check)
         self._client: BufferClient | None = None
 
     def start(self, deadline: float) -> None:
@@ -184,7 +178,7 @@ class BufferHost(ServiceHost):
         try:
             self._client.connect(deadline)
         except BufferError as error:
-            raise RunFailed(f"the buffer service does not answer: {error}; see {self._logs}") from error
+            raise RunFailed(f"the buffer service does not answer: {error}; see {self.log}") from error
 
     def ask(self, request: Callable[[BufferClient], Future[R]]) -> R:
         """Ask the buffer; a service that is down is restarted. RunFailed after `GIVE_UP_S`."""
@@ -195,12 +189,12 @@ class BufferHost(ServiceHost):
             try:
                 return future.result(timeout=1.0)
             except BufferError as error:
-                raise RunFailed(f"the buffer service failed: {error}; see {self._logs}") from error
+                raise RunFailed(f"the buffer service failed: {error}; see {self.log}") from error
             except TimeoutError:
                 self.watch()
                 if time.monotonic() > deadline:
                     raise RunFailed(
-                        f"the buffer service at {self.address} did not answer for {GIVE_UP_S:g} s; see {self._logs}"
+                        f"the buffer service at {self.address} did not answer for {GIVE_UP_S:g} s; see {self.log}"
                     ) from None
 
     def close(self) -> None:
@@ -208,21 +202,16 @@ class BufferHost(ServiceHost):
             self._client.close()
             self._client = None
 
-    def _service(self) -> tuple[str, tuple[object, ...]]:
-        plan = self._plan
-        return "buffer.service:in_own_process", (plan.config.buffer, self._facts, plan.folder.buffer)
-
 
 class WeightsHost(ServiceHost):
     """The weight service, if weights travel over the network. Its address is '' otherwise."""
 
-    name, title = "weights", "the weight service"
+    def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
+        service = ("weight_sync.service:WeightService", (plan.run_id, plan.weights_folder))
+        super().__init__("weights", "the weight service", service, plan, notify, check)
 
     def start(self, deadline: float) -> None:
         """Start the service, if the run has one; RunFailed if it did not start."""
         if self._plan.config.weight_sync.transport != "folder":
             forget_port(self._plan.weights_folder / WEIGHTS_PORT)
             self._serve(deadline)
-
-    def _service(self) -> tuple[str, tuple[object, ...]]:
-        return "weight_sync.service:WeightService", (self._plan.run_id, self._plan.weights_folder)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import Any
 
 import ray
 
@@ -24,7 +24,7 @@ from launch.pools import actor_pools
 from launch.processes.actor_pools import ActorPools, ActorProcess
 from launch.processes.evaluation import EVALUATION_TIMEOUT_S, Evaluation
 from launch.processes.learner_group import LearnerGroup
-from launch.processes.placement import PLACEMENT_S, PlacedProcess
+from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
 from launch.processes.role_process import MAX_RESTARTS, Notify, RoleProcess, RunFailed, done, results
 from launch.processes.services import BufferHost, WeightsHost
@@ -42,23 +42,15 @@ PATIENCE_S = 0.2
 RANKER = "planning.ranking:RankerService"
 
 
-class RankerHost(Protocol):
-    """Predicts how long answers to new prompts are; the run neither waits for it nor ends with it."""
+def ranker(plan: Plan, notify: Notify) -> Any:  # noqa: ANN401 -- it is loaded
+    """Return the ranker of a run that dispatches by lengths, if they may decide which actor gets a prompt; else None.
 
-    processes: list[PlacedProcess]
-
-    def start(self, context: RunContext[Config]) -> None: ...
-    def watch(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-def ranker(plan: Plan, notify: Notify) -> RankerHost | None:
-    """Return the ranker of a run that dispatches by lengths, if they may decide who gets a prompt."""
+    It predicts how long answers to new prompts are; the run neither waits for it nor ends with it.
+    """
     dispatch = plan.config.buffer.dispatch
     if dispatch == "in_order" or (dispatch == "by_deadline" and len(actor_pools(plan.config)) == 1):
         return None
-    found: RankerHost = resolve_name(RANKER)(plan, notify)
-    return found
+    return resolve_name(RANKER)(plan, notify)
 
 
 class Supervisor:
@@ -80,7 +72,8 @@ class Supervisor:
         self.actors = ActorPools(plan, notify, self._check_ray)
         self._ranker = ranker(plan, notify)
         self._drained = False
-        self._goodbye_s = GOODBYE_S
+        self.goodbye_s = GOODBYE_S
+        """Grace period of `stop`."""
         self._told_of: set[str] = set()
         """Senders of invalid messages; the buffer tells a bounded number of them apart."""
 
@@ -96,7 +89,7 @@ class Supervisor:
         self.actors.ask_for_places()
         others_come = config.ray_address is not None
         limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
-        self.learner.wait_for_places(limit_s, others_come=others_come)
+        self.learner.placement.wait(limit_s, others_come=others_come)
         deadline = time.monotonic() + STARTUP_S
         # an actor first: to load vLLM is the longest part of a start
         self.actors.spawn(limit_s, others_come=others_come)
@@ -151,7 +144,10 @@ class Supervisor:
         news.processes = self.processes()
         news.actors = self._reports(working, patience_s)
         news.status = self.status()
-        self._tell_of_nonsense(news.status)
+        for sender, told in news.status.nonsense.items():
+            if sender not in self._told_of:
+                self._told_of.add(sender)
+                self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
         return news
 
     def hear_actors(self) -> PollResult:
@@ -165,16 +161,13 @@ class Supervisor:
         for actor in actors:
             report = actor.ask("report", patience_s, self._notify)
             if report is not None:
-                self._check_task(actor, report)
+                if report.task_fingerprint != self._plan.task.fingerprint:
+                    raise RunFailed(
+                        f"{actor.name} sees other prompts than this command does, so its groups would be mixed up: "
+                        f"its files or its reasoning-gym differ from those here; see {actor.log}"
+                    )
                 reports.append(report)
         return reports
-
-    def _tell_of_nonsense(self, status: Status) -> None:
-        """Once for each sender."""
-        for sender, told in status.nonsense.items():
-            if sender not in self._told_of:
-                self._told_of.add(sender)
-                self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
 
     def processes(self) -> tuple[ProcessStatus, ...]:
         """Return buffer, weights, ranker, stages, actors, as they are now; never blocks."""
@@ -184,13 +177,6 @@ class Supervisor:
             *self.learner.facts(),
             *(each.facts() for each in self.actors.actors),
         )
-
-    def _check_task(self, actor: ActorProcess, report: ActorReport) -> None:
-        if report.task_fingerprint != self._plan.task.fingerprint:
-            raise RunFailed(
-                f"{actor.name} sees other prompts than this command does, so its groups would be mixed up: "
-                f"its files or its reasoning-gym differ from those here; see {actor.log}"
-            )
 
     # --- evaluate, drain, end ---------------------------------------------------------------------
 
@@ -232,10 +218,6 @@ class Supervisor:
         self.learner.export(folder)
         self._drain_again()
 
-    def hurry(self) -> None:
-        """Shorten the grace periods of `stop`."""
-        self._goodbye_s = HURRIED_GOODBYE_S
-
     def stop(self) -> None:
         """End every process, in order if there is time. Idempotent."""
         try:
@@ -255,7 +237,7 @@ class Supervisor:
         # in a thread, for a Ray that is half dead, as where every process got a signal, answers nothing for minutes
         ending = DaemonThreads("ending", max_threads=1).submit(self._end_politely)
         try:
-            ending.result(2 * self._goodbye_s + ENDING_S)
+            ending.result(2 * self.goodbye_s + ENDING_S)
         except TimeoutError:
             if self._ray is None:
                 raise
@@ -263,11 +245,11 @@ class Supervisor:
 
     def _end_politely(self) -> None:
         # the actors first: what they hand back goes to the services
-        self.actors.stop(self._goodbye_s)
+        self.actors.stop(self.goodbye_s)
         if self._ranker is not None:
             self._ranker.stop()
         if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._goodbye_s)
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self.goodbye_s)
         self.learner.kill()
         self._buffer.kill()
         self._weights.kill()

@@ -170,3 +170,16 @@ def test_a_service_is_light(module):
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_cluster", "bound"),
+    [(None, True, "10.0.0.7"), ("10.1.0.7", True, "10.1.0.7"), (None, False, None), ("::1", False, "::1")],
+)
+def test_a_service_of_a_cluster_binds_the_address_of_its_host_there(monkeypatch, tmp_path, host, is_cluster, bound):
+    made = []
+    monkeypatch.setattr(services_module.Role, "__init__", lambda role, log: None)
+    monkeypatch.setattr(services_module, "address_here", lambda: "10.0.0.7")
+    monkeypatch.setattr(services_module, "resolve_name", lambda name: lambda *given, **how: made.append((given, how)))
+    services_module.ServiceRole(tmp_path / "log", "a:Service", ("run", tmp_path), host, None, is_cluster)
+    assert made == [(("run", tmp_path), {"host": bound, "keys": None})]

@@ -395,16 +395,16 @@ def test_an_actor_is_called_what_it_is_before_it_works_and_is_heard_while_it_eva
     actor = run.supervisor.actors.actors[0]
     answers: list[object] = []
     monkeypatch.setattr(actor, "ask", lambda method, patience_s, notify: answers.pop() if answers else None)
-    monkeypatch.setattr(run.supervisor, "_check_task", lambda *_: None)
+    report = SimpleNamespace(task_fingerprint=run.supervisor._plan.task.fingerprint)
     assert (actor.state, run.supervisor.hear_actors().working) == ("starting", frozenset())
     ended["a call"] = ""  # that of its start
     assert actor.state == "ready"
     actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
     run.supervisor.actors.ready = lambda: [actor]
     run.supervisor.evaluate(8, None)
-    answers.append("a report")
+    answers.append(report)
     news = run.supervisor.hear_actors()
-    assert (news.actors, news.working, actor.state) == (["a report"], {"actor-0"}, "evaluating")
+    assert (news.actors, news.working, actor.state) == ([report], {"actor-0"}, "evaluating")
     assert actor.running is None, "nothing is begun meanwhile"
     actor.running = "its work"
     assert actor.state == "working"
