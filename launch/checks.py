@@ -17,9 +17,9 @@ from common.process import memory_left
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys
 from common.run import STARTUP_S, RunContext, RunFacts
 from common.staleness import StalenessContract
-from launch.config import MODEL_KEY, Config, TrackingConfig
+from launch.config import MODEL_KEY, Config
 from launch.errors import ConfigError, as_config_error
-from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login, low_limits
+from launch.host import CONNECT_S, answers, cannot_bind, low_limits
 from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, serving_dtypes, stage_pools
@@ -171,7 +171,6 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         check_weights_folder(Path(config.weight_sync.folder))
     _check_port(config)
     _check_ray(config)
-    _check_tracking(config.tracking)
     model = None if (path := config.model.folder) is None else check_model(config, path, MODEL_KEY)
     task = _check_task(config, path, model)
     check_frozen(config, model)
@@ -350,12 +349,6 @@ def _check_ray(config: Config) -> None:
             f"no Ray cluster answers at launch.ray_address = '{address}' within {CONNECT_S:g} s; see launch/cluster.sh "
             "status, or leave the key out, and Ray starts itself here"
         )
-
-
-def _check_tracking(tracking: TrackingConfig) -> None:
-    """Whoever is told of the run, as far as no process and no server is needed to know it."""
-    if tracking.wandb == "online" and not has_wandb_login():
-        raise ConfigError(NO_WANDB_LOGIN)
 
 
 def _check_pools(config: Config) -> None:

@@ -210,15 +210,13 @@ def scale(
     is gone or does not answer, 2 if the run refuses the count.
     """
     from launch.observe.status import why_nobody_works
-    from launch.run_folder import Declined, NoAnswer, ask, open_run
+    from launch.run_folder import NoAnswer, ask, open_run
 
     folder = open_run(run)
     if why := why_nobody_works(folder):
         return refuse(why)
     try:
         print(ask(folder.control, {"verb": "scale", "pool": pool, "count": count}, SCALE_TIMEOUT_S))
-    except Declined as error:
-        return refuse(error, ExitStatus.WRONG_INPUT)
     except NoAnswer as error:
         return refuse(error)
     return ExitStatus.OK

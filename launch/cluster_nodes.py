@@ -1,9 +1,6 @@
-"""The hosts that a cluster's head knows, one a line, for launch/cluster.sh.
+"""Print the hosts that a cluster's head knows for launch/cluster.sh, as ADDRESS up|lost CPUS GPUS POOL[,POOL...].
 
-    ADDRESS up|lost CPUS GPUS POOL[,POOL...]
-
-It asks the head's table of nodes without joining the cluster: a driver would make Ray start a worker process per CPU.
-Ray has no public call for that; `ray status` goes the same way.
+It asks the head's table of nodes, as `ray status` does: a driver would make Ray start a worker process per CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ KNOCK_S = 5.0
 
 
 def lines(nodes: Iterable[Any], head: str) -> list[str]:
-    """One line per address, in the order of the addresses; a host that is back is up.
+    """Return one line per address; a host, which has a GcsNodeInfo for every time that it joined, is up if one is.
 
-    Args:
-        nodes: Ray's GcsNodeInfo, of which a host has one for every time that it joined.
-        head: address of the head. On loopback it is the only host, and Ray gives it the address of an interface.
+    A head on loopback is the only host, and Ray gives it the address of an interface.
     """
     is_alone = head.startswith("127.")
     told: dict[str, str] = {}

@@ -272,12 +272,8 @@ def check_gpus(_: Subject) -> Iterator[Finding]:
     yield ok(", ".join(map(str, gpus)))
 
 
-def check_ray(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Check that a run joins the cluster that the environment names, and Ray's token."""
-    joins = subject.config is not None and subject.config.launch.ray_address is not None
-    if (address := environment.get("RAY_ADDRESS")) and not joins:
-        what = f"RAY_ADDRESS = {address}: a run without launch.ray_address starts its own Ray beside that cluster"
-        yield warning(what, "to join that cluster, --launch.ray_address ADDRESS; else leave it as it is")
+def check_ray(_: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Check that Ray's token is on and private."""
     if (mode := environment.get("RAY_AUTH_MODE", "token")) != "token":
         what = f"RAY_AUTH_MODE = {mode}: any host that reaches Ray's ports can run programs as you"
         yield problem(what, "unset RAY_AUTH_MODE")

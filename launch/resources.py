@@ -171,15 +171,8 @@ def lacking_here(config: Config) -> str:
                 f"this machine has {there}: lower {key} or the number of workers, or join a cluster with "
                 "launch.ray_address; leeway doctor says what is seen here"
             )
-        if kind == "GPU" and asking and (lacks := _lacking_gpus(config)):
-            return lacks
-    return ""
-
-
-def _lacking_gpus(config: Config) -> str:
-    """Return what the workers need of this machine's GPUs beside their number, and do not find; '' if nothing."""
-    import torch
-
+    if not any(pool.bundle.get("GPU") for pool in pools):
+        return ""
     if not torch.cuda.is_available():
         return (
             f"torch {torch.__version__} (built for CUDA {torch.version.cuda or 'not at all'}) cannot use the GPUs that "
@@ -277,13 +270,14 @@ def gpu_notes(config: Config) -> Iterator[str]:
     gpus = gpus_here() if config.launch.ray_address is None else []
     if (need := stage_need(config)) is not None and (small := too_small(config, need, gpus)):
         yield small
-    weights = weights_of_engines(config) if gpus else {}
-    for pool in (each for each in actor_pools(config) if each.name in weights):
+    num_served = _num_served(_sizes(config.model.folder)) if gpus else 0
+    for pool in (each for each in actor_pools(config) if each.config.gpus and num_served):
         smallest = min(gpus, key=lambda gpu: gpu.total_bytes)
         kv_cache_gib = pool.config.kv_cache_gib
         # an engine that has a GPU alone and a fixed cache ignores its share
         share = 1.0 if kv_cache_gib is not None and pool.config.gpus >= 1 else pool.config.gpu_memory_share
-        needed = weights[pool.name] + ON_GPU_BYTES + int((kv_cache_gib or 0) * GIB)
+        weights = _BYTES[pool.config.dtype] * num_served // pool.config.tensor_parallel_size
+        needed = weights + ON_GPU_BYTES + int((kv_cache_gib or 0) * GIB)
         if needed >= share * smallest.total_bytes:
             yield (
                 f"an engine of pool '{pool.name}' takes {gib(needed)}, and its share is {share:g} of {smallest}: raise "
@@ -445,10 +439,3 @@ def _buffer_bytes(config: Config) -> int:
     num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
     longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES
     return min(num_samples * 5 // 4, buffer.capacity_trajectories) * longest
-
-
-def weights_of_engines(config: Config) -> dict[str, int]:
-    """Return the bytes on each GPU of an engine, by pool with GPUs, if the model is here."""
-    num = _num_served(_sizes(config.model.folder))
-    with_gpus = [pool for pool in actor_pools(config) if pool.config.gpus] if num else []
-    return {pool.name: _BYTES[pool.config.dtype] * num // pool.config.tensor_parallel_size for pool in with_gpus}

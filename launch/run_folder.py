@@ -310,7 +310,7 @@ class NoAnswer(RuntimeError):
     """The launcher did not answer."""
 
 
-class Declined(ValueError):
+class Declined(ConfigError):
     """The launcher refused; nothing was changed."""
 
 

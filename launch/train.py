@@ -1,10 +1,4 @@
-"""The run itself, from a checked plan to the summary; everything that happens in between begins in this file.
-
-train       what ends a run wrongly becomes an exit status and a sentence
-_prepare    the model, the folder, the loggers: what is there before the first process
-_follow     the processes, and those who are told of them; whatever happens, all of them end
-_Run        evaluate, train, evaluate, export, summarise
-"""
+"""The run itself, from a checked plan to the summary: evaluate, train, evaluate, export, summarise."""
 
 from __future__ import annotations
 

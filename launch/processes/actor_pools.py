@@ -52,7 +52,6 @@ class ActorProcess(PlacedProcess):
     starting: Any = None
     """The pending call that ends when it is ready."""
     evaluating: Any = None
-    """The pending call of its last evaluation."""
     leaving: Any = None
     """The pending call that ends it, if its pool was made smaller."""
     after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, CALM_S))
@@ -97,11 +96,9 @@ class ActorProcess(PlacedProcess):
         self.starting = self.evaluating = self._cut_since_s = None
 
     def comes_back(self, patience_s: float, notify: Notify) -> bool:
-        """Resume waiting if only the connection was cut, as when its host was unreachable for a while.
+        """Resume waiting for the same work if only the connection was cut, again and again for `patience_s`.
 
-        The actor goes on meanwhile, and its role waits for the same work. A process that did die answers the next
-        question so, and Ray declares a host dead that stays away. It may be found cut off again and again, for
-        `patience_s`.
+        A process that did die answers the next question so, and Ray declares a host dead that stays away.
         """
         error = failure(self.running)
         if not isinstance(error, ActorUnavailableError):

@@ -1,9 +1,4 @@
-"""Placement: hosts of the processes of a run, with a bound on every wait; and starting a process there.
-
-PlacementGroup  places that are asked for together, and released
-PlacedProcess   a process with a place of its own
-spawn           starts one
-"""
+"""Placement: hosts of the processes of a run, with a bound on every wait; and starting a process there."""
 
 from __future__ import annotations
 

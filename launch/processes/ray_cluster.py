@@ -1,9 +1,4 @@
-"""The Ray of a run: started here or joined, watched, since it reports little of its own processes' death, and ended.
-
-start_ray, end_ray  for a run whose Ray lives
-RayWatch            sees that one of its own processes died, and starts what ends the rest of a killed command
-abandon_ray, leave  end everything without asking a Ray that is dead
-"""
+"""The Ray of a run: started here or joined, watched, since it reports little of its own processes' death, and ended."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import ray
@@ -79,9 +74,8 @@ def _of_this_machine(config: Config) -> dict[str, Any]:
 def _our_signals(deaf_to: frozenset[signal.Signals]) -> Iterator[None]:
     """Keep our handlers of signals while Ray starts; its processes and all below them ignore `deaf_to`.
 
-    Ray installs handlers in Python and C++: that of SIGTERM ends this process at once, or after 3 s. `timeout` signals
-    the whole process group, systemd and Slurm every process of the job: without the mask, which is inherited, Ray would
-    be half dead before the command could write a checkpoint, and each call to it would hang for a minute.
+    Ray's own handler of SIGTERM ends this process. `timeout`, systemd and Slurm signal every process of a job: without
+    the mask, which is inherited, Ray would be half dead before the command could write a checkpoint.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
@@ -210,13 +204,14 @@ class RayWatch:
         self._reaper = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
-        self._tell(self._names())
+        self._name_family()
 
     def check(self) -> None:
         """RunFailed if a process of Ray's is gone; takes no time if all is well."""
         for name, process in self._rays_own:
             if not _lives(process):
-                self._fail(
+                self.is_dead = True
+                raise RunFailed(
                     f"{_NAMES[name]} ({name}, process {process.pid}) died, and the run cannot go on without it; see "
                     f"{self._logs}/{name}.out and {name}.err"
                 )
@@ -224,7 +219,7 @@ class RayWatch:
         if now - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now
             self._family = _family()
-            self._tell(self._names())
+            self._name_family()
             self._reach(now)
 
     def end_all(self) -> None:
@@ -243,8 +238,8 @@ class RayWatch:
                 self._reaper.stdin.close()
             self._reaper.wait(_GOODBYE_S)
 
-    def _names(self) -> str:
-        return " ".join(f"{each.pid}:{_ticks_at_start(each.pid)}" for each in self._family)
+    def _name_family(self) -> None:
+        self._tell(" ".join(f"{each.pid}:{_ticks_at_start(each.pid)}" for each in self._family))
 
     def _tell(self, line: str) -> None:
         """Send a line to the reaper, which ends the family if this process is killed."""
@@ -253,10 +248,6 @@ class RayWatch:
             self._reaper.stdin.write(line + "\n")
             self._reaper.stdin.flush()
 
-    def _fail(self, why: str) -> NoReturn:
-        self.is_dead = True
-        raise RunFailed(why)
-
     def _reach(self, now: float) -> None:
         try:
             socket.create_connection(self._address, timeout=_CONNECT_S).close()
@@ -264,10 +255,11 @@ class RayWatch:
         except OSError as error:
             host, port = self._address
             if now - self._reached_s > _GONE_S:
-                self._fail(
+                self.is_dead = True
+                raise RunFailed(
                     f"Ray's control store at {host}:{port} takes no connection for {now - self._reached_s:.0f} s "
-                    f"({error}); is its host up? See `launch/cluster.sh status`"
-                )
+                    f"({error}): check that the head is up with `launch/cluster.sh status`"
+                ) from error
 
 
 def _command(process: psutil.Process) -> list[str]:

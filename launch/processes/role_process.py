@@ -1,9 +1,4 @@
-"""A role, which hosts a part of a run in a process of its own; that process as the supervisor sees it; and calls to it.
-
-Role         in its process
-RoleProcess  what the supervisor has of it; Restarts: how often it is restarted
-results      of calls that may fail, or may not end
-"""
+"""A role, which hosts a part of a run in its own process; that process as the supervisor sees it; and calls to it."""
 
 from __future__ import annotations
 
@@ -69,10 +64,10 @@ class WrongInput(RunFailed):
 
 
 class Restarts:
-    """How often something is restarted before it is given up: the one policy of services, actors and the learner.
+    """How often something is restarted before it is given up: at most `limit` times in a row.
 
-    At most `limit` times in a row. A row ends when the last restart has proved itself: by an hour of
-    work, and that of the learner by a newer checkpoint alone.
+    A row ends when the last restart has proved itself: by an hour of work, and that of the learner by a newer
+    checkpoint alone.
     """
 
     def __init__(self, limit: int, lasting_s: float = LASTING_S) -> None:
@@ -244,10 +239,9 @@ def results(
 ) -> list[Any]:
     """Wait for calls that several processes are in together, and return their results.
 
-    The first failure is reported: the others often fail because of it. `what` the processes are to do is for the error,
-    as 'to be ready'; the deadline, on the monotonic clock, is that of `STARTUP_S`; `check` is called now
-    and then. WrongInput if a call failed because of the task or the model, RunFailed if it failed otherwise, or did not
-    end in time.
+    The first failure is reported: the others often fail because of it. `what` is for the error, as 'to be ready'; the
+    deadline is on the monotonic clock. WrongInput if a call failed because of the task or the model, RunFailed if it
+    failed otherwise, or did not end in time.
     """
     started = time.monotonic()
     waiting = {call: process for process, call in calls}

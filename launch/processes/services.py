@@ -1,9 +1,4 @@
-"""Services of a run: processes that each serve at an address, and are restarted there when they end.
-
-ServiceHost  starts one, watches it, knows its address
-BufferHost   the replay buffer, and the launcher's own client of it
-WeightsHost  the weight service, which holds the published versions and outlives the learner; a run may have none
-"""
+"""Services of a run: processes that each serve at an address, and are restarted there when they end."""
 
 from __future__ import annotations
 
@@ -77,19 +72,14 @@ class ServiceRole(Role):
 class ServiceHost:
     """Starts a service, and restarts it on its own store when it ends."""
 
-    def __init__(
-        self,
-        name: str,
-        title: str,
-        service: tuple[str, tuple[object, ...]],
-        plan: Plan,
-        notify: Notify,
-        check: Check = lambda: None,
-    ) -> None:
-        """`title` is for messages; `service` is its dotted name, and what it is made from."""
-        self.name, self.title, self._service = name, title, service
+    name = title = ""
+    """Of its process and log; in messages."""
+
+    def __init__(self, service: str, given: tuple[object, ...], plan: Plan, notify: Notify, check: Check) -> None:
+        """`service` is its dotted name, and `given` what it is made from."""
+        self._service = service, given
         self._plan = plan
-        self.log = plan.folder.log(name, 0)
+        self.log = plan.folder.log(self.name, 0)
         self._notify = notify
         self._check = check
         self.processes: list[RoleProcess] = []
@@ -159,9 +149,11 @@ class ServiceHost:
 class BufferHost(ServiceHost):
     """The buffer's service, and a client of it."""
 
+    name, title = "buffer", "the buffer service"
+
     def __init__(self, plan: Plan, facts: RunFacts, notify: Notify, check: Check = lambda: None) -> None:
-        service = ("buffer.service:in_own_process", (plan.config.buffer, facts, plan.folder.buffer))
-        super().__init__("buffer", "the buffer service", service, plan, notify, check)
+        given = (plan.config.buffer, facts, plan.folder.buffer)
+        super().__init__("buffer.service:in_own_process", given, plan, notify, check)
         self._client: BufferClient | None = None
 
     def start(self, deadline: float) -> None:
@@ -206,9 +198,11 @@ class BufferHost(ServiceHost):
 class WeightsHost(ServiceHost):
     """The weight service, if weights travel over the network. Its address is '' otherwise."""
 
+    name, title = "weights", "the weight service"
+
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
-        service = ("weight_sync.service:WeightService", (plan.run_id, plan.weights_folder))
-        super().__init__("weights", "the weight service", service, plan, notify, check)
+        given = (plan.run_id, plan.weights_folder)
+        super().__init__("weight_sync.service:WeightService", given, plan, notify, check)
 
     def start(self, deadline: float) -> None:
         """Start the service, if the run has one; RunFailed if it did not start."""
