@@ -50,7 +50,7 @@ from learner.checkpoint_files import (
 )
 from learner.device import host_room
 from learner.mesh import Agreement, Disagreement, Mesh, StageLost, first_line, tells_of_death
-from learner.networks import Network, Networks
+from learner.networks import Networks
 
 logger = logging.getLogger(__name__)
 
@@ -399,18 +399,12 @@ class TrainingState:
 
 def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:
     """Return this rank's tensors by the name they are saved under; a tied weight may have two copies on one rank."""
-    found = _tensors_of(networks.policy, "")
-    if networks.critic is not None:
-        found |= _tensors_of(networks.critic, "critic.")
-    return found
-
-
-def _tensors_of(network: Network, prefix: str) -> dict[str, list[Tensor]]:
-    named = [(name, parameter.detach()) for name, parameter in network.named_weights()]
-    for optimizer in network.optimizers:
-        named += [(f"optimizer.{name}", tensor) for name, tensor in optimizer.state().items()]
     found: dict[str, list[Tensor]] = {}
-    for name, tensor in named:
-        # embedding and head are one tensor, perhaps on two ranks: saved once, read by both
-        found.setdefault(prefix + network.stored_name(name), []).append(tensor)
+    for network, prefix in zip(networks.all, ("", "critic."), strict=False):
+        named = [(name, parameter.detach()) for name, parameter in network.named_weights()]
+        for optimizer in network.optimizers:
+            named += [(f"optimizer.{name}", tensor) for name, tensor in optimizer.state().items()]
+        for name, tensor in named:
+            # embedding and head are one tensor, perhaps on two ranks: saved once, read by both
+            found.setdefault(prefix + network.stored_name(name), []).append(tensor)
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,18 +43,6 @@ class OutOfMemory(RuntimeError):
     """A pass did not fit into the memory of the device; the text says which, and what to lower."""
 
 
-@dataclass(frozen=True)
-class _Built:
-    schedule: Schedule
-    stages: tuple[PipelineStage, ...]
-    """Torch keeps in them what it receives and sends."""
-
-    def clear(self) -> None:
-        """Drop what a pass leaves behind: all outputs, and of a forward-only pass all that was received."""
-        for stage in self.stages:
-            stage.clear_runtime_states()
-
-
 class Pipeline:
     """Runs packed batches through this rank's chunks and their neighbours. All ranks of a replica call alike."""
 
@@ -63,7 +50,7 @@ class Pipeline:
         self.modules = tuple(modules)
         self._mesh = mesh
         self._schedule_name = schedule
-        self._schedules: dict[ScheduleKey, _Built] = {}
+        self._schedules: dict[ScheduleKey, tuple[Schedule, list[PipelineStage]]] = {}
         self._coefficients: Coefficients | None = None
 
     @torch.no_grad()
@@ -87,15 +74,21 @@ class Pipeline:
 
     def _run(self, batch: DeviceBatch, *, train: bool) -> Tensor | None:
         key = (train, batch.packed.num_micro_batches, batch.packed.width)
+        if key not in self._schedules:
+            if sum(map(self._buffer_bytes, (*self._schedules, key))) > KEPT_BYTES:
+                self._schedules.clear()
+            self._schedules[key] = self._build(*key)
+        schedule, stages = self._schedules[key]
         for module in self.modules:
             module.batch = batch
         try:
-            outputs = self._step(key, self._built(key).schedule, batch)
+            outputs = self._step(key, schedule, batch)
         finally:
             for module in self.modules:
                 module.batch = None
-        # the other pipelines of this rank need the memory in their passes
-        self._schedules[key].clear()
+        # the other pipelines of this rank need the memory of outputs, and of what was received, in their passes
+        for stage in stages:
+            stage.clear_runtime_states()
         if self._buffer_bytes(key) > KEPT_BYTES:
             del self._schedules[key]
         return outputs
@@ -124,13 +117,6 @@ class Pipeline:
         assert self._coefficients is not None, "the last stage needs coefficients to train"
         return (outputs * self._coefficients(int(micro_batch), outputs.detach())).sum()
 
-    def _built(self, key: ScheduleKey) -> _Built:
-        if key not in self._schedules:
-            if sum(map(self._buffer_bytes, (*self._schedules, key))) > KEPT_BYTES:
-                self._schedules.clear()
-            self._schedules[key] = self._build(*key)
-        return self._schedules[key]
-
     def _buffer_bytes(self, key: ScheduleKey) -> int:
         """Of states received on the way out, and of gradients on the way back.
 
@@ -141,16 +127,11 @@ class Pipeline:
         per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].states_dtype.itemsize
         return (2 if train else 1) * num_micro_batches * per_micro_batch * len(self.modules)
 
-    def _build(self, train: bool, num_micro_batches: int, width: int) -> _Built:
-        stages = tuple(self._stage(module, width, train=train) for module in self.modules)
-        schedule = build_schedule(
-            self._schedule_name,
-            stages,
-            num_micro_batches,
-            # the loss's denominators are global already: gradients are summed over micro-batches, not averaged
-            self._weighted_sum if train else None,
-        )
-        return _Built(schedule, stages)
+    def _build(self, train: bool, num_micro_batches: int, width: int) -> tuple[Schedule, list[PipelineStage]]:
+        stages = [self._stage(module, width, train=train) for module in self.modules]
+        # the loss's denominators are global already: gradients are summed over micro-batches, not averaged
+        loss = self._weighted_sum if train else None
+        return build_schedule(self._schedule_name, stages, num_micro_batches, loss), stages
 
     def _stage(self, module: StageModule, width: int, *, train: bool) -> PipelineStage:
         share, device = module.share, module.device

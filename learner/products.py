@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ from torch.nn import functional as F
 from learner import kernels
 
 COMPUTED = torch.bfloat16
-
-_NORM = "norm"
-"""Ending of the name of every norm of a decoder layer."""
 
 LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
 """By type of device, logits held at a time: little beside a micro-batch's states, and enough that products take
@@ -67,7 +64,7 @@ def round_parameters(module: nn.Module, *, but: Callable[[str], bool]) -> dict[s
 def narrow_norms(layers: nn.Module) -> None:
     """Have every norm of some layers give what products read, so that not each of them casts it again."""
     for name, module in layers.named_modules():
-        if name.endswith(_NORM):
+        if name.endswith("norm"):  # as of every norm of a decoder layer
             module.register_forward_hook(lambda _module, _inputs, output: output.to(COMPUTED))
 
 
@@ -251,12 +248,11 @@ class _OfHidden(torch.autograd.Function):
         for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)):
             own = weight.index_select(0, tokens[rows]).to(_wide(dtype)) if wants_slopes else None
             keep = rows.stop <= most_kept
-            found = _chunk(hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
-            logprobs[rows], partition[rows] = found.logprobs, found.partition
-            if found.slopes is not None:
-                slopes[rows] = found.slopes.to(slopes.dtype)
-            kept += found.kept
-            del found  # its probabilities before the next logits are made
+            asked = (hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
+            logprobs[rows], partition[rows], slopes_of_rows, shares = _chunk(*asked)
+            if slopes_of_rows is not None:
+                slopes[rows] = slopes_of_rows.to(slopes.dtype)
+            kept += shares
         ctx.save_for_backward(slopes)
         ctx.mark_non_differentiable(partition, *kept)
         return logprobs, partition, *kept
@@ -307,20 +303,13 @@ class _OfWeight(torch.autograd.Function):
         return (None if rule.adds_in_place else total, *[None] * (5 + len(kept)))
 
 
-class _Chunk(NamedTuple):
-    logprobs: Tensor
-    partition: Tensor
-    """Log of the sum of exp z."""
-    slopes: Tensor | None
-    """d log pi / dh, [c, hidden]."""
-    kept: tuple[Tensor, ...]
-    """`_shares_again`, if it is to be kept."""
-
-
-def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool) -> _Chunk:
+def _chunk(
+    hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Compute one chunk, in the memory of its logits and half as much: [c, hidden], [V, hidden] (`cast`), [c].
 
-    `own` holds the head's rows of the tokens, [c, hidden], if slopes are wanted; `keep` asks for the shares.
+    `own` holds the head's rows of the tokens, [c, hidden], if slopes are wanted; `keep` asks for the shares. Returns
+    log pi [c], the log of the sum of exp z [c], d log pi / dh [c, hidden], and what `_shares_again` returns if kept.
     """
     scaled = _scaled_logits(hidden, cast, rule)
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)
@@ -339,11 +328,11 @@ def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: T
         if wants_shares:
             scaled.div_(sums[:, None])
     if not wants_shares:
-        return _Chunk(picked - partition, partition, None, ())
+        return picked - partition, partition, None, ()
     del scaled
     shares, pull = _shares(probabilities, slant, tokens, picked, partition, rule, hidden.dtype)
     slopes = None if own is None else (own * pull[:, None] - product(shares, cast)) / rule.temperature
-    return _Chunk(picked - partition, partition, slopes, (shares, pull) if keep else ())
+    return picked - partition, partition, slopes, (shares, pull) if keep else ()
 
 
 def _shares_again(

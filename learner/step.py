@@ -110,7 +110,9 @@ class TrainStep:
         draw = _Draw(batch, on_device, self._networks, reference_T, old)
         updates: list[Update] = []
         version = batch.version
-        for number, sequences in enumerate(self._divide(batch, step)):
+        unit_B = batch.prompt_B if self._keeps_prompts_whole else batch.group_B
+        parts = minibatches(unit_B, self._config.num_minibatches, self._config.num_epochs, (self._seed, step))
+        for number, sequences in enumerate(parts):
             if updates and between_updates is not None:
                 between_updates(version)
                 clock.lap("time/publish")
@@ -119,17 +121,15 @@ class TrainStep:
                 evaluation = self._train_at_once(part, clock)
             else:
                 evaluation = self._train_twice(part, clock, is_first=not updates)
-            updates.append(self._update(part, step * self._config.updates_per_step + number, evaluation, clock))
+            decision = None if evaluation is None else evaluation.decision
+            result = self._networks.update(step * self._config.updates_per_step + number, decision)
+            clock.lap("time/optimizer")
+            updates.append(Update(part.batch, result, {} if evaluation is None else evaluation.metrics))
             version += updates[-1].result.taken
         distances, by_actor = draw.distances()
         clock.lap("time/loss")
         means = mean_metrics(updates, acts_on_ess=self._config.ess_budget is not None)
         return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores, by_actor)
-
-    def _divide(self, batch: StepBatch, step: int) -> list[IntArray]:
-        config = self._config
-        unit_B = batch.prompt_B if self._keeps_prompts_whole else batch.group_B
-        return minibatches(unit_B, config.num_minibatches, config.num_epochs, (self._seed, step))
 
     def _takes_one_pass(self, batch: StepBatch) -> bool:
         """Return whether that is allowed, and cheaper: each micro-batch has the loss of the whole batch evaluated."""
@@ -137,12 +137,6 @@ class TrainStep:
             return False
         micro_batches = batch.packed.num_micro_batches // batch.rule.num_replicas
         return micro_batches * len(batch.sequence_T) <= MOST_EVALUATED
-
-    def _update(self, part: _Part, number: int, evaluation: LossEvaluation | None, clock: _Clock) -> Update:
-        decision = None if evaluation is None else evaluation.decision
-        result = self._networks.update(number, decision)
-        clock.lap("time/optimizer")
-        return Update(part.batch, result, {} if evaluation is None else evaluation.metrics)
 
     def _train_twice(self, part: _Part, clock: _Clock, *, is_first: bool) -> LossEvaluation | None:
         """Passes 1 and 2; the first update of a whole draw needs no pass 1: these are its scores."""

@@ -28,7 +28,7 @@ from launch.resources import gpus_here
 from planning.profile import EngineCosts, Profile
 from planning.profiling import settings_of, settings_of_engine, shape_of
 from planning.simulator import Simulation
-from planning.world import EnginePool, Outcome, World
+from planning.world import EnginePool, World
 
 NUM_SHOWN = 4
 SAMPLES = 30_000
@@ -155,8 +155,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     """Of samples_per_s, 95 % by the seeds that were simulated; what the profile does not know is not in it."""
     step_s: float
-    token_s: float
-    """Of an engine, for one token of all its samples; of several pools the mean by slots."""
     learner_busy: float
     slots_used: float
     drop_share: float
@@ -186,7 +184,6 @@ def predict(world: World, *, samples: int = SAMPLES) -> Prediction:
         low=max(0.0, rate - reach),
         high=rate + reach,
         step_s=fmean(each.busy_s / max(1, each.num_steps) for each in found),
-        token_s=fmean(_token_s(world, each) for each in found),
         learner_busy=fmean(each.learner_busy for each in found),
         slots_used=fmean(each.slots_used for each in found),
         drop_share=fmean(each.drop_share for each in found),
@@ -194,13 +191,6 @@ def predict(world: World, *, samples: int = SAMPLES) -> Prediction:
         binds=Counter(each.binds for each in found).most_common(1)[0][0],
         price_per_1000=fmean(each.price_per_1000 for each in found) if found[0].price else None,
     )
-
-
-def _token_s(world: World, found: Outcome) -> float:
-    """What a step of an engine took on average, from how many samples it had and how many tokens it made."""
-    slots = {pool.name: pool.count * pool.config.max_running_samples for pool in world.pools}
-    used = sum(found.slots_used_by_pool.get(name, 0.0) * count for name, count in slots.items())
-    return used * found.seconds / found.num_tokens if found.num_tokens else 0.0
 
 
 # --- the patch ----------------------------------------------------------------------------------------

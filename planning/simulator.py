@@ -16,7 +16,7 @@ Not in it: failures, evaluations, preemption
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -387,19 +387,12 @@ class Simulation:
         found.price = self._world.learner_price + sum(pool.count * pool.price for pool in self._world.pools)
         if seconds <= 0.0:
             return found
-        slots: Counter[str] = Counter()
         for engine in engines:
             self._advance(engine)
-            name = engine.pool.name
-            slots[name] += engine.slots
-            found.slots_used_by_pool[name] = found.slots_used_by_pool.get(name, 0.0) + engine.slot_s
             for since_s, share in ((engine.closed_since_s, "closed"), (engine.behind_since_s, "behind")):
                 if since_s is not None:
                     setattr(found, share, getattr(found, share) + self.now_s - since_s)
-        found.slots_used = sum(found.slots_used_by_pool.values()) / (slots.total() * seconds)
-        found.slots_used_by_pool = {
-            name: used / (slots[name] * seconds) for name, used in found.slots_used_by_pool.items()
-        }
+        found.slots_used = sum(engine.slot_s for engine in engines) / (sum(each.slots for each in engines) * seconds)
         found.closed /= seconds * len(engines)
         found.behind /= seconds * len(engines)
         return found

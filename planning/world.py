@@ -198,7 +198,6 @@ class Outcome:
     between_s: float = 0.0
     """Seconds after steps in which no other can begin."""
     slots_used: float = 0.0
-    slots_used_by_pool: dict[str, float] = field(default_factory=dict)
     closed: float = 0.0
     """Share of time in which an engine had room and admission was closed, mean over engines."""
     behind: float = 0.0
