@@ -9,11 +9,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -75,13 +74,6 @@ class Visits(p.VisitsReply, frozen=True):
     """As an Arrow IPC stream of `schema.VISITS`."""
 
 
-class _LeaseWish(NamedTuple):
-    max_groups: int
-    lane: str
-    token_s: float
-    wants_lengths: bool
-
-
 class BufferClient:
     """One client of the buffer service; safe to use from several threads."""
 
@@ -111,9 +103,7 @@ class BufferClient:
         self._incarnation = -1
         self._lock = threading.Lock()
         self._next_request = 0
-        self._waiting_leases: deque[tuple[_LeaseWish, Future[Granted]]] = deque()
-        self._lease_in_flight = False
-        self._closing = False
+        self._asked_for: Future[Granted] | None = None
         self._outbox = Outbox(name, run_id, GIVE_UP_S, lambda: self._transport)
         # An actor's messages are small, so a silent link is a broken one; a batch may take long to pass.
         heartbeat_s = SILENCE_S if role == "actor" else LONG_SILENCE_S
@@ -180,27 +170,31 @@ class BufferClient:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Give what is outstanding `timeout_s` (default: `REQUEST_TIMEOUT_S`) to be answered, then end."""
-        with self._lock:
-            self._closing = True
         self._outbox.close()
         self._transport.close(REQUEST_TIMEOUT_S if timeout_s is None else timeout_s)
-        self._fail_waiting([], BufferUnavailable(f"the client of the buffer service at {self.address} was closed"))
 
     # --- actors -----------------------------------------------------------------------------------
 
     def lease(
         self, max_groups: int, lane: str = "", token_s: float = 0.0, *, wants_lengths: bool = False
     ) -> Future[Granted]:
-        """Ask for up to `max_groups` groups of K samples. One request is on its way at a time, so that none is lost.
+        """Ask for up to `max_groups` groups of K samples.
 
         `lane` names actors of one speed, and `token_s` is the seconds for a token of each sample; 0: not known.
+
+        Raises:
+            BufferUnavailable: the client is closed.
+            RuntimeError: the last request is not answered: what it is granted could be lost beside another.
         """
-        future: Future[Granted] = Future()
         with self._lock:
-            self._refuse_if_closing()
-            self._waiting_leases.append((_LeaseWish(int(max_groups), lane, token_s, wants_lengths), future))
-        self._send_next_lease()
-        return future
+            if self._asked_for is not None and not self._asked_for.done():
+                raise RuntimeError(f"'{self.name}' asks for leases while its last request is not answered")
+            request = p.LeaseRequest(
+                self.name, self._epoch, self._next_request, int(max_groups), lane, token_s, wants_lengths
+            )
+            self._next_request += 1
+            self._asked_for = self._ask_with_body(request, p.LeaseGrant, Granted)
+            return self._asked_for
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
         """Send a trajectory; the future completes when it is on disk, or is known not to be needed.
@@ -340,42 +334,6 @@ class BufferClient:
 
         sent.add_done_callback(done)
         return future
-
-    def _refuse_if_closing(self) -> None:
-        if self._closing or self._transport.has_ended:
-            raise BufferUnavailable(f"the client of the buffer service at {self.address} is closed")
-
-    def _send_next_lease(self) -> None:
-        with self._lock:
-            if self._lease_in_flight or not self._waiting_leases:
-                return
-            wish, future = self._waiting_leases.popleft()
-            self._lease_in_flight = True
-            request = p.LeaseRequest(self.name, self._epoch, self._next_request, *wish)
-            self._next_request += 1
-
-        def answered(grant: Future[Granted]) -> None:
-            with self._lock:
-                self._lease_in_flight = False
-            error = grant.exception()
-            settle(future, grant.result() if error is None else error)
-            self._send_next_lease()
-
-        try:
-            sent = self._ask_with_body(request, p.LeaseGrant, Granted)
-        except BufferUnavailable as closed:
-            self._fail_waiting([(wish, future)], closed)
-            return
-        sent.add_done_callback(answered)
-
-    def _fail_waiting(self, leases: list[tuple[_LeaseWish, Future[Granted]]], error: BufferUnavailable) -> None:
-        """There is no transport any more: whatever was not handed to it will not be sent."""
-        with self._lock:
-            leases = leases + list(self._waiting_leases)
-            self._waiting_leases.clear()
-        self._outbox.fail(error)
-        for _, future in leases:
-            settle(future, error)
 
 
 def _expect(answer: Answer, kind: type[M]) -> M:

@@ -25,7 +25,7 @@ class BufferConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     source: str | None = Knob(
-        None, "Train on these recorded samples alone: a run's folder, a .jsonl or a .parquet file."
+        None, "Train on these recorded samples alone: a run's folder, an export of one (.parquet), or a .jsonl file."
     )
     sampler: SamplerName = Knob(
         "fifo",

@@ -259,7 +259,7 @@ def read_stream(
         if isinstance(error, BadBody):
             raise
         raise BadBody("body", f"not an Arrow stream of trajectories ({type(error).__name__}: {error})") from error
-    _refuse_nulls(batch)
+    refuse_nulls(batch)
     return batch
 
 
@@ -369,8 +369,8 @@ def _refuse_oversize_lists(batch: pa.RecordBatch) -> None:
             raise BadBody(f"too many {name.replace('_', ' ')}", f"{number} in a message of {batch.num_rows} rows")
 
 
-def _refuse_nulls(batch: pa.RecordBatch) -> None:
-    """Arrow's own validation lets nulls pass where the schema forbids them."""
+def refuse_nulls(batch: pa.RecordBatch) -> None:
+    """Raise BadBody if a column that may not be null is; Arrow's own validation lets such nulls pass."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name not in _NULLABLE and column.null_count:
             raise BadBody("null", f"column '{name}' holds {column.null_count} nulls")

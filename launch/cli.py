@@ -142,7 +142,7 @@ def train(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="SOURCE", help="Train on the recorded samples of a run, or of a .jsonl or .parquet file."
+            "--from", metavar="SOURCE", help="Train on the recorded samples of a run, an export or a .jsonl file."
         ),
     ] = None,
 ) -> int:

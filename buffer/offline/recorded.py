@@ -75,7 +75,7 @@ class Recorded:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Recorded]:
-        """Open the buffer of a run folder or a buffer folder, a .jsonl or a .parquet file.
+        """Open the buffer of a run folder or a buffer folder, a .jsonl file or an export.
 
         StoreError if it is none of them, cannot be read, or is being written.
         """

@@ -4,8 +4,8 @@
 An export has one row per stored trajectory: the columns of `buffer.schema.SCHEMA`, then `STATE`. Rows come in the order
 of their groups, in row groups of some megabytes, so that memory stays bounded.
 
-A file that is read, JSON Lines or Parquet with one row per sample, is an export, or has the fields of `FileRow`. It is
-read as a whole, for the rows of a group may lie anywhere.
+A file that is read is an export, or JSON Lines with a `FileRow` per line. It is read as a whole, for the rows of a
+group may lie anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from buffer.errors import StoreError
 from buffer.offline.inspect import GroupView, Inspection, Sample, joined
 from buffer.rows import list_bounds
-from buffer.schema import SCHEMA, Trajectory, VersionSpan, to_batch
+from buffer.schema import SCHEMA, Trajectory, VersionSpan, refuse_nulls, to_batch
 from buffer.tables import StoreState
 from common.files import sync
 from common.staleness import PolicyVersion, effective_version
@@ -163,7 +163,7 @@ def _state_columns(rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, st
 
 
 class FileRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One sample as a file has it that Leeway did not write."""
+    """One sample of a JSON Lines file."""
 
     prompt_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     completion_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
@@ -210,9 +210,7 @@ def read_samples(path: Path) -> FileSamples:
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{path} cannot be read as {path.suffix[1:]} ({error}): check the file") from error
-    if set(SCHEMA.names) <= set(table.column_names):
-        return _of_export(path, table)
-    return _of_rows(path, _table_rows(table))
+    return _of_export(path, table)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, FileRow | str]]:
@@ -224,20 +222,6 @@ def _json_rows(path: Path) -> Iterator[tuple[int, FileRow | str]]:
                     yield number, decoder.decode(line)
                 except (msgspec.DecodeError, RecursionError) as error:
                     yield number, _reason(error)
-
-
-def _table_rows(table: pa.Table) -> Iterator[tuple[int, FileRow | str]]:
-    number = 0
-    for batch in table.to_batches():
-        for row in batch.to_pylist():
-            number += 1
-            try:
-                yield (
-                    number,
-                    msgspec.convert({name: value for name, value in row.items() if value is not None}, FileRow),
-                )
-            except msgspec.ValidationError as error:
-                yield number, _reason(error)
 
 
 def _reason(error: Exception) -> str:
@@ -308,25 +292,19 @@ def _trajectory(row: FileRow, group_id: int, index: int, prompt_id: int, number:
 
 def _of_export(path: Path, table: pa.Table) -> FileSamples:
     """The columns of the schema as they are; what the store knew beside them is left out."""
-    if bad := _nulls(table):
-        raise BadRows(path, table.num_rows, bad)
+    if missing := sorted(set(SCHEMA.names) - set(table.column_names)):
+        raise StoreError(
+            f"{path} lacks the columns {', '.join(missing)} of an export: give what leeway buffer export wrote, or a "
+            ".jsonl file of your own samples"
+        )
     try:
         chosen = table.select(SCHEMA.names).cast(SCHEMA)
         order = np.lexsort((chosen["sample_index"].to_numpy(), chosen["group_id"].to_numpy()))
         batch = pa.concat_batches(chosen.take(order).to_batches()) if len(order) else to_batch([], "")
+        refuse_nulls(batch)
     except (pa.ArrowException, ValueError) as error:
         raise StoreError(
             f"{path} has the names of an export's columns, and not their types, or is larger than 2**31 tokens "
             f"({error}): export the run again, or a part of it"
         ) from error
     return FileSamples(batch, order.astype(np.int64) + 1, is_recorded=True)
-
-
-def _nulls(table: pa.Table) -> dict[str, str]:
-    """Rows that lack a value which none may lack."""
-    bad: dict[str, str] = {}
-    for field in SCHEMA:
-        if not field.nullable and table[field.name].null_count:
-            is_null: Sequence[bool] = table[field.name].is_null().to_pylist()
-            bad |= {f"row {i + 1}": f"{field.name} is null" for i, null in enumerate(is_null) if null}
-    return bad

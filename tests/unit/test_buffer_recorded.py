@@ -228,9 +228,9 @@ SAMPLES = st.lists(
 )
 
 
-@given(samples=SAMPLES, kind=st.sampled_from(["jsonl", "parquet"]), part_rows=st.integers(1, 5))
+@given(samples=SAMPLES, part_rows=st.integers(1, 5))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_row_of_a_file_is_a_sample_of_its_group(tmp_path_factory, monkeypatch, samples, kind, part_rows):
+def test_every_row_of_a_file_is_a_sample_of_its_group(tmp_path_factory, monkeypatch, samples, part_rows):
     monkeypatch.setattr(recording, "PART_ROWS", part_rows)
     folder = tmp_path_factory.mktemp("rows")
     rows = []
@@ -243,12 +243,7 @@ def test_every_row_of_a_file_is_a_sample_of_its_group(tmp_path_factory, monkeypa
             "group": f"of {sample['prompt_ids']}" if is_named else None,
         }
         rows.append(each)
-    path = folder / f"samples.{kind}"
-    if kind == "jsonl":
-        write(path, *rows)
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    buffer = filled(path, folder / "new" / "buffer")
+    buffer = filled(write(folder / "samples.jsonl", *rows), folder / "new" / "buffer")
     assert buffer.faults() == []
     assert buffer.status().ledger["issued"] == len(rows)
     buffer.close()
@@ -293,22 +288,6 @@ def test_a_row_that_cannot_be_trained_on_is_named_with_its_reason(tmp_path, bad,
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        ({"logprobs": [-1.0]}, "row 2: 1 logprobs for 3 completion_ids"),
-        ({"completion_ids": None}, "row 2: Object missing required field `completion_ids`"),
-        ({"rewards": 1.0}, "row 2: Object contains unknown field `rewards`; did you mean 'reward'?"),
-    ],
-)
-def test_so_is_a_row_of_a_parquet_file(tmp_path, bad, why):
-    rows = [{**dict.fromkeys(bad), **row()}, {**row(), **bad}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "s.parquet")
-    with pytest.raises(BadRows) as error, Recorded.open(tmp_path / "s.parquet"):
-        pass
-    assert why in str(error.value)
-
-
 def test_of_many_bad_rows_the_first_are_named_and_all_are_counted(tmp_path):
     path = write(tmp_path / "s.jsonl", *[row(logprobs=[-1.0])] * 30, row())
     with pytest.raises(BadRows, match=r"30 of 31 samples .* row 20: .*; and 10 others$"), Recorded.open(path):
@@ -331,11 +310,14 @@ def test_an_export_whose_rows_were_changed_is_held_to_what_a_run_stores(source, 
             survey(recorded)
 
 
-@pytest.mark.parametrize("name", ["nothing.jsonl", "samples.csv", "folder", "broken.parquet", "empty.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["nothing.jsonl", "samples.csv", "folder", "broken.parquet", "rows.parquet", "empty.jsonl"]
+)
 def test_what_is_no_source_is_refused_with_what_to_give(tmp_path, name):
     (tmp_path / "samples.csv").write_text("a,b\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    pq.write_table(pa.Table.from_pylist([row()]), tmp_path / "rows.parquet")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(StoreError) as error, Recorded.open(tmp_path / name) as recorded:
         survey(recorded)

@@ -1,5 +1,6 @@
 """Client and service over real sockets, in threads of one process."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -197,11 +198,15 @@ def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_ba
             learner.close(1.0)
 
 
-def test_concurrent_lease_requests_are_all_answered(connect, learner):
+def test_leases_are_asked_for_one_request_after_the_other(connect, learner):
     actor = connect()
-    grants = [actor.lease(1) for _ in range(10)]
-    groups = [lease.group_id for grant in grants for lease in grant.result(60).leases]
-    assert len(set(groups)) == 10
+    first = actor.lease(1)
+    actor._asked_for = Future()
+    with pytest.raises(RuntimeError, match="'actor-0' asks for leases while its last request is not answered"):
+        actor.lease(1)
+    actor._asked_for = first
+    groups = {first.result(60).leases[0].group_id, actor.lease(1).result(60).leases[0].group_id}
+    assert len(groups) == 2
 
 
 def test_refusals_and_a_closed_client_raise(connect, service):

@@ -88,7 +88,7 @@ def test_wrong_arguments_are_one_sentence_and_status_2(capsys, words, expected):
     ("typed", "expected"),
     [
         ("leeway re", {"resume", "report"}),
-        ("leeway buffer co", {"compact"}),
+        ("leeway buffer ex", {"export"}),
         ("leeway pro", {"profile"}),
         ("leeway status fir", {"first", "first-2"}),
         ("leeway buffer show fir", {"first", "first-2"}),
