@@ -117,8 +117,10 @@ class Trace:
         gone = [who for who, what in self._lasting if what == "state" and who not in states] if states else []
         for who, state in {**states, **dict.fromkeys(gone, "")}.items():
             self._switch(who, "state", state)
-        if (status := news.status) is not None:
-            self._ready(status.num_ready_groups, now_s)
+        if news.status is not None and news.status.num_ready_groups != self._num_ready:
+            self._num_ready, pid, ts = news.status.num_ready_groups, self._process("buffer"), round(1e6 * now_s)
+            counter = Event(ph="C", name="groups ready", pid=pid, tid=0, ts=ts, who="buffer")
+            self._write(counter, ready=self._num_ready)
         for who, span in list(self._generating.items()):
             if now_s - span.end_s > 1.0:
                 self._write(self._generating.pop(who))
@@ -201,19 +203,11 @@ class Trace:
         if (pid, tid) not in self._named:
             self._named.add((pid, tid))
             self._write(Event(ph="M", name=what, pid=pid, tid=tid, args={"name": name}))
-            if not tid:
-                self._write(Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid}))
 
     def _span(self, who: str, what: str, start_s: float, end_s: float, name: str = "") -> Event:
         name, pid, ts = printable(name or what, 200), self._process(who), round(1e6 * start_s)
         dur = round(1e6 * (end_s - start_s))
         return Event(ph="X", name=name, pid=pid, tid=TRACKS[what], ts=ts, dur=dur, cat=what, who=who)
-
-    def _ready(self, num_groups: int, now_s: float) -> None:
-        if num_groups != self._num_ready:
-            self._num_ready, pid = num_groups, self._process("buffer")
-            args, ts = {"ready": num_groups}, round(1e6 * now_s)
-            self._write(Event(ph="C", name="groups ready", pid=pid, tid=0, ts=ts, args=args, who="buffer"))
 
     def _write(self, event: Event, **args: object) -> None:
         known = {key: round(each, 4) if isinstance(each, float) else each for key, each in args.items()}

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from buffer.ledger import COUNTS
-from launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunEvent, RunStatus
+from launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunStatus
 from launch.run_folder import RunFolder
 from launch.text import duration, number, printable, share_of, shortened
 
@@ -29,8 +29,8 @@ POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Colours of the pools in their order; they repeat after the last."""
 MARK = "◂ bound"
 MAX_LAG_ROWS = 8
-NAME_WIDTH, NARROW = 10, 50
-"""Columns of the names of panes, and the width of a screen from which they are shown."""
+NAME_WIDTH = 10
+"""Columns of the names of panes."""
 DROPPED_FIRST = ("services", "stages", "events", "actors")
 """Panes that small screens do without."""
 OUTSIDE = ("duplicates", "late", "quarantined")
@@ -103,10 +103,9 @@ class Pane(NamedTuple):
             rows = rows[-height:]
         elif len(rows) > height:
             rows = [*rows[: height - 1], Text(f"... and {len(rows) - height + 1} more", style="dim")][:height]
-        if width >= NARROW:
-            names = (Text(f"{self.name if not place else '':<{NAME_WIDTH}}", "bold") for place in range(len(rows)))
-            rows = [name.append_text(row) for name, row in zip(names, rows, strict=True)]
-        return [_cut(row, width) for row in rows]
+        names = [self.name, *[""] * len(rows)]
+        named = (Text.assemble((f"{name:<{NAME_WIDTH}}", "bold"), row) for name, row in zip(names, rows, strict=False))
+        return [_cut(row, width) for row in named]
 
 
 class View:
@@ -144,7 +143,7 @@ class View:
 
     def _panes(self, width: int, console: Console) -> Iterator[Pane]:
         status = self._status
-        room = max(8, width - NAME_WIDTH * (width >= NARROW))
+        room = max(8, width - NAME_WIDTH)
 
         def wrapped(sentences: Iterable[str], style: str = "") -> list[Text]:
             return [row for each in sentences for row in Text(each, style).wrap(console, room)]
@@ -158,7 +157,9 @@ class View:
         yield Pane("buffer", list(_buffer(status, room)))
         yield Pane("lag", lag_bars(status, room), least=MAX_LAG_ROWS)
         yield Pane("waits", wrapped(status.waits) or idle)
-        yield Pane("events", list(map(_event, status.events)), least=1)
+        at = [time.strftime("%H:%M:%S", time.localtime(event.time_s)) for event in status.events]
+        events = [Text.assemble((when, "dim"), f" {each.text}") for when, each in zip(at, status.events, strict=True)]
+        yield Pane("events", events, least=1)
 
 
 def _fitted(panes: Sequence[Pane], width: int, height: int) -> list[Text]:
@@ -305,11 +306,6 @@ def lag_bars(status: RunStatus, width: int) -> list[Text]:
     return bars
 
 
-def _event(event: RunEvent) -> Text:
-    at = time.strftime("%H:%M:%S", time.localtime(event.time_s))
-    return Text.assemble((at, "dim"), f" {event.text}")
-
-
 # --- leeway top ---------------------------------------------------------------------------------------
 
 
@@ -341,18 +337,15 @@ class LossyStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.is_lost = False
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- of any kind
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         try:
-            if not self.is_lost:
-                self._stream.write(text)
-                self._stream.flush()
+            self._stream.write(text)
+            self._stream.flush()
         except OSError as error:
-            self.is_lost = True
             log.warning("the output of the command can no longer be written (%s); the run goes on", error)
             self._drop()
         return len(text)
@@ -375,8 +368,7 @@ class Display:
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Show nothing yet. `clock` is monotonic seconds."""
         self._folder, self._clock = folder, clock
-        self._stdout = LossyStream(sys.stdout)
-        self._console = Console(file=cast(TextIO, self._stdout), highlight=False, markup=False)
+        self._console = Console(file=cast(TextIO, LossyStream(sys.stdout)), highlight=False, markup=False)
         self._live: Live | None = None
         self._last_line_s = clock()
         self._last_step = 0
@@ -396,19 +388,16 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print what the run does now, or what happened."""
-        if not self._stdout.is_lost:
-            self._console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
+        self._console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
 
     def update(self, status: RunStatus) -> None:
         """Show the newest figures. Any thread may call it."""
         if status.buffer is not None:
             self._failures = failures(status.buffer.ledger, status.buffer.failed_by_reason)
         live = self._live
-        if self._stdout.is_lost or status.ended is not None:
-            self.__exit__()
-        elif live is not None:
+        if live is not None:
             live.update(View(status, status.written_s))
-        else:
+        elif status.ended is None:
             self._print_line(status)
 
     def _print_line(self, status: RunStatus) -> None:
