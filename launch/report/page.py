@@ -179,15 +179,9 @@ def tiles(run: RunData) -> list[Tile]:
     generated, trained = (short(metrics.mean(f"perf/{what}_tokens_per_s")) for what in ("generated", "trained"))
     took = f" in {duration(status.wall_s)}" if status.wall_s else ""
     end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
-    gap, lag = Tile("health", "Ledger gap", DASH, "no step"), Tile("lag", "Lag", DASH, "no step")
-    if status.step:
-        tone = "bad" if status.ledger_gap else "good"
-        gap = Tile("health", "Ledger gap", str(status.ledger_gap), "samples unaccounted for", tone)
-    if status.lag_mean is not None:
-        bound = status.max_lag if isinstance(status.max_lag, int) else None
-        detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
-        tone = "bad" if bound is not None and status.lag_max > bound else ""
-        lag = Tile("lag", "Lag, mean", f"{status.lag_mean:.2f}", detail, tone)
+    gap = str(status.ledger_gap) if status.step else DASH
+    lag_is_over = isinstance(status.max_lag, int) and status.lag_max > status.max_lag
+    lags = f"versions; greatest {status.lag_max}, max_lag {status.max_lag}"
     failed, issued = (run.counts.ledger.get(name, 0) for name in ("failed", "issued"))
     why = f": {commonest(run.counts.failed_by_reason, 2)}" if run.counts.failed_by_reason else ""
     of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]
@@ -197,14 +191,14 @@ def tiles(run: RunData) -> list[Tile]:
         _accuracy_tile(run, "greedy"),
         _accuracy_tile(run, "sampled"),
         Tile("health", "End", run.ended, end, {"finished": "good", "failed": "bad"}.get(run.ended, "")),
-        gap,
+        Tile("health", "Ledger gap", gap, "samples unaccounted for", "bad" if status.ledger_gap else "good"),
         *(of_failed if failed else []),
         Tile("waiting", "Tokens per second", generated, f"generated; {trained} trained"),
         Tile("waiting", "Overlap", _percent(overlap[-1][1] if overlap else None), "of step time, actors generated"),
         Tile("waiting", "Learner waits", learner, "of its time, for a batch"),
         Tile("waiting", "Actors wait", actors, "of the learner's time, for weights"),
         Tile("lag", "Effective sample size", _percent(metrics.mean("off_policy/ess_sequence")), "of sequences, mean"),
-        lag,
+        Tile("lag", "Lag, mean", short(status.lag_mean), lags, "bad" if lag_is_over else ""),
     ]
 
 

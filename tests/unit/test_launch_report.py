@@ -48,7 +48,7 @@ def test_the_page_of_a_whole_run_misses_nothing(page):
     assert "No values in this run" not in page
     text = words(page)
     assert "0.400 → 0.900" in text
-    assert "greatest 3 of 4 allowed" in text
+    assert "greatest 3, max_lag 4" in text
     assert "finished" in text
     assert "exit status 0" in text
 
