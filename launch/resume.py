@@ -11,7 +11,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -73,11 +72,11 @@ class History:
         """
         identity = folder.read_identity()
         last_step = max((row["step"] for row in Rows(folder.metrics).read()), default=0)
-        evaluations, wall_s, num_redone = list[Accuracy](), 0.0, 0
-        with suppress(StatusError):  # a command that ended before it wrote one
+        try:
             status = read_status(folder.status)
-            evaluations, wall_s, num_redone = status.evaluations, status.wall_s, status.steps_redone
-        return cls(identity, last_step, evaluations, wall_s, num_redone, changes, digests)
+        except StatusError:  # a command that ended before it wrote one
+            return cls(identity, last_step, (), 0.0, 0, changes, digests)
+        return cls(identity, last_step, status.evaluations, status.wall_s, status.steps_redone, changes, digests)
 
 
 class Resumption(NamedTuple):

@@ -29,7 +29,7 @@ from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
 from launch.host import configure_logging, ourselves, private_files
 from launch.model_folder import fetch_model
 from launch.observe.observer import Observer
-from launch.observe.sinks import Exporter, Tracker, check_wandb
+from launch.observe.sinks import Exporter, Tracker
 from launch.observe.status import Accuracy, PollResult, RunStatus
 from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
@@ -115,8 +115,6 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
     with ExitStack() as half_made:
         # before the model is fetched, which may take long
         exporter = stack.enter_context(Exporter(config.tracking))
-        with private_files():
-            check_wandb(config.tracking)  # starts a process that writes files
         # before the folder is made: a typo leaves nothing behind
         model_path = fetch_model(config.model)
         if plan.model is None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from benchmarks.lib.machine import ROOT, make_model
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
-from launch.observe.metrics import joined
+from launch.observe.metrics import Rows
 from launch.observe.totals import Interval, shared
 from launch.observe.trace import read
 from launch.run_folder import RunFolder
@@ -37,6 +37,17 @@ LAST_LINES = 20
 
 Row = Mapping[str, Any]
 """A step as metrics.jsonl and actors.jsonl have it; docs/metrics.md says what its keys mean."""
+
+
+def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """Yield the row of each step with the columns of the actors, of whose lines for a step the last counts.
+
+    Raises:
+        ValueError: a line is no JSON.
+    """
+    of_actors = {row["step"]: row for row in Rows(folder.actors).read()}
+    for row in Rows(folder.metrics).read():
+        yield row | of_actors.get(row["step"], {})
 
 
 class RunFailed(MeasurementFailed):

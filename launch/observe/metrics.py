@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.run_folder import RunFolder
-
 POOL_PREFIX = "pool/"
 """Before the name of a pool, for which the registry has NAME."""
 PART_PREFIX = "reward/part/"
@@ -256,14 +254,3 @@ def cut_torn_line(path: Path) -> int:
         size = file.seek(0, os.SEEK_END)
         start = file.seek(max(0, size - 2**20))
         return file.truncate(start + file.read().rfind(b"\n") + 1)
-
-
-def joined(folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the row of each step with the columns of the actors, of whose lines for a step the last counts.
-
-    Raises:
-        ValueError: a line is no JSON.
-    """
-    of_actors = {row["step"]: row for row in Rows(folder.actors).read()}
-    for row in Rows(folder.metrics).read():
-        yield row | of_actors.get(row["step"], {})

@@ -23,7 +23,6 @@ from buffer.ledger import LEDGER_METRICS
 from common.process import wall_time
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
-from launch.host import NO_WANDB_LOGIN
 from launch.observe.metrics import METRICS, cut_torn_line, is_of_actors, labelled
 from launch.observe.status import Accuracy, ActorStatus, RunStatus
 from launch.run_folder import RunFolder
@@ -118,27 +117,6 @@ FINISH_TIMEOUT_S = 60.0
 """Seconds in which the last rows have to arrive there at the end; they are on disk for `wandb sync` in any case."""
 
 
-def check_wandb(config: TrackingConfig) -> None:
-    """Look for a login if one is needed, without network access and without a prompt.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if config.wandb != "online":
-        return
-    import wandb
-
-    wandb.setup(settings=wandb.Settings(silent=True))
-    try:
-        is_known = wandb.login(prompt=False, verify=False)
-    except wandb.errors.Error as error:
-        wandb.teardown()
-        raise _no_wandb(error) from error
-    if not is_known:
-        wandb.teardown()
-        raise ConfigError(NO_WANDB_LOGIN)
-
-
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
     """Start the run at Weights & Biases, or resume the one with this id ('': it chooses one).
 
@@ -164,7 +142,11 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
         )
     except wandb.errors.Error as error:
         wandb.teardown()
-        raise _no_wandb(error) from error
+        said = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        raise ConfigError(
+            f"tracking.wandb = 'online' does not work: {said}; check the network and 'wandb login', or use "
+            "tracking.wandb = 'offline' and 'wandb sync' later"
+        ) from error
 
 
 def forget_wandb() -> None:
@@ -173,14 +155,6 @@ def forget_wandb() -> None:
 
     with contextlib.suppress(Exception, SystemExit):  # it says once more that there is nobody, or why its process ended
         wandb.teardown()
-
-
-def _no_wandb(error: Exception) -> ConfigError:
-    said = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-    return ConfigError(
-        f"tracking.wandb = 'online' does not work: {said}; check the network and 'wandb login', or use "
-        "tracking.wandb = 'offline' and 'wandb sync' later"
-    )
 
 
 PROMETHEUS_HOST = "127.0.0.1"

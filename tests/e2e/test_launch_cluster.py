@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.observe.metrics import joined
+from benchmarks.lib.runs import joined
 from launch.run_folder import RunFolder
 from tests.faults import hosts as machines
 from tests.faults.cluster import SCRIPT, Cluster, end

@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.lib.runs import joined
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
-from launch.observe.metrics import joined
 from launch.observe.status import read_status
 from launch.run_folder import RunFolder
 from tests.faults import hosts as machines

@@ -8,10 +8,11 @@ import pytest
 
 from actors.engine_output import EngineReport
 from actors.report import ActorReport, WeightUpdate
+from benchmarks.lib.runs import joined
 from buffer.lengths import LengthFidelity
 from common.staleness import PolicyVersion
 from launch.config import Config
-from launch.observe.metrics import Rows, joined
+from launch.observe.metrics import Rows
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy, PollResult

@@ -17,11 +17,11 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.lib.runs import joined
 from buffer.offline.inspect import Inspection
 from buffer.offline.sample_file import export
 from common.staleness import PolicyVersion
 from launch.errors import ExitStatus
-from launch.observe.metrics import joined
 from launch.run_folder import RunFolder
 from tests.world.files import json_rows
 from weight_sync.store import WeightStore
