@@ -22,8 +22,6 @@ from launch.report.charts import DASH, figures, pools_of, short
 from launch.report.data import TIMES, RunData
 from launch.text import duration, share_of
 
-MAX_REASONS, MAX_REASON = 40, 300
-"""Reasons why samples failed on the page, and characters of each."""
 LONG_WAIT, MUCH_ESS, LITTLE_ESS, FEW_STEPS = 0.2, 0.9, 0.5, 20
 """Thresholds of the answers: share of the time, effective shares of a batch, and rows of steps."""
 POOL_COLUMNS = {
@@ -56,7 +54,7 @@ def render(run: RunData) -> str:
         parts=[(name, question, answer(run)) for name, (question, answer) in QUESTIONS.items()],
         tiles=tiles(run),
         charts=charts,
-        seconds=[(TIMES[name], percent) for name, percent in _percents(run).items() if percent > 0],
+        seconds=[(TIMES[name], 100 * share) for name, share in _shares(run).items() if name in TIMES and share > 0],
         pool_columns=["actors", "precision", *POOL_COLUMNS.values()],
         pools=pool_rows(run),
         ledger=ledger_rows(run),
@@ -133,13 +131,13 @@ def _health(run: RunData) -> str:
 
 
 def _waiting(run: RunData) -> str:
-    learner, actors = _waits(run)
-    if learner is None:
+    shares = _shares(run)
+    if not shares:
         return "Not known yet: no step was taken."
-    shares = f"the learner waits {_percent(learner)} of the time for batches, an actor {_percent(actors)} for weights"
-    longest = max(learner, actors or 0.0)
+    learner, actors = shares["wait_for_batch"], shares["wait_for_policy"]
+    longest = max(learner, actors)
     said = "Neither side waits long" if longest < LONG_WAIT else "The learner" if learner == longest else "The actors"
-    return f"{said}: {shares}."
+    return f"{said}: the learner waits {learner:.0%} of the time for batches, an actor {actors:.0%} for weights."
 
 
 def _lag_hurts(run: RunData) -> str:
@@ -185,7 +183,7 @@ def tiles(run: RunData) -> list[Tile]:
     failed, issued = (run.counts.ledger.get(name, 0) for name in ("failed", "issued"))
     why = f": {commonest(run.counts.failed_by_reason, 2)}" if run.counts.failed_by_reason else ""
     of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]
-    learner, actors = map(_percent, _waits(run))
+    learner, actors = (_percent(_shares(run).get(name)) for name in ("wait_for_batch", "wait_for_policy"))
     return [
         _reward_tile(run),
         _accuracy_tile(run, "greedy"),
@@ -228,19 +226,12 @@ def _ends(values: Sequence[float], share: float) -> tuple[Sequence[float], Seque
     return values[:num], values[-num:]
 
 
-def _percents(run: RunData) -> dict[str, float]:
-    """Return what the learner's time was spent on, by `TIMES`, in percent; empty without a step."""
+def _shares(run: RunData) -> dict[str, float]:
+    """Return shares of the learner's time: by `TIMES`, and what an actor waits for weights; empty without a step."""
     seconds = run.metrics.seconds
     total = sum(seconds.values())
-    return {name: 100 * each / total for name, each in seconds.items()} if total else {}
-
-
-def _waits(run: RunData) -> tuple[float | None, float | None]:
-    """Return the shares of the learner's time that it waits for batches, and that an actor waits for weights."""
-    total = sum(run.metrics.seconds.values())
-    names = ("time/wait_for_batch", "time/wait_for_policy")
-    of_batch, of_policy = (run.metrics.total(name) / total if total else None for name in names)
-    return of_batch, of_policy
+    seconds["wait_for_policy"] = run.metrics.total("time/wait_for_policy")
+    return {name: each / total for name, each in seconds.items()} if total else {}
 
 
 def pool_rows(run: RunData) -> list[tuple[str, list[str]]]:
@@ -269,4 +260,4 @@ def reasons(run: RunData) -> list[tuple[str, int]]:
     """Return why samples failed, and why rows and messages were quarantined, the most frequent first."""
     found = [*run.counts.failed_by_reason.items()]
     found += [(f"quarantined: {reason}", count) for reason, count in run.counts.quarantined_by_reason.items()]
-    return sorted(((reason[:MAX_REASON], count) for reason, count in found), key=lambda each: -each[1])[:MAX_REASONS]
+    return sorted(found, key=lambda each: -each[1])
