@@ -130,7 +130,6 @@ class Observer:
             self._write()
 
     def event(self, kind: str, text: str) -> None:
-        """Keep an event for the next file."""
         with self._lock:
             event = RunEvent(time_s=self._wall(), kind=kind, text=text)
             self.status.events = [*self.status.events, event][-NUM_EVENTS:]

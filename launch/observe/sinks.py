@@ -86,23 +86,21 @@ class Tracker:
             tell(self._wandb)
         except Exception as error:  # of many kinds, mostly because its process died
             self._wandb = None
-            forget_wandb()
+            import wandb
+
+            with contextlib.suppress(Exception, SystemExit):  # else its client is called again when this process ends
+                wandb.teardown()
             self.event(
                 "wandb",
                 f"Weights & Biases does not answer ({type(error).__name__}: {error}) and gets no more rows; "
                 "metrics.jsonl goes on",
             )
 
-    def close(self) -> None:
-        """Close the files and end the process of Weights & Biases. Idempotent."""
-        self._stack.close()
-        self._wandb = None
-
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._stack.close()
 
 
 def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
@@ -147,14 +145,6 @@ def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa:
             f"tracking.wandb = 'online' does not work: {said}; check the network and 'wandb login', or use "
             "tracking.wandb = 'offline' and 'wandb sync' later"
         ) from error
-
-
-def forget_wandb() -> None:
-    """Keep a client whose process died from being called again, also when this process ends."""
-    import wandb
-
-    with contextlib.suppress(Exception, SystemExit):  # it says once more that there is nobody, or why its process ended
-        wandb.teardown()
 
 
 PROMETHEUS_HOST = "127.0.0.1"
@@ -208,7 +198,6 @@ class Exporter(Collector):
             ) from None
 
     def show(self, status: RunStatus) -> None:
-        """Serve this status."""
         self._shown = status
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -242,16 +231,11 @@ class Exporter(Collector):
                 add("leeway_trained_tokens", "Trained tokens by their lag.", num, pool=pool, lag=str(lag))
         yield from families.values()
 
-    def close(self) -> None:
-        """Release the port. Idempotent."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
-            server.server_close()
-            self._thread.join(CLOSE_S)
-
     def __enter__(self) -> Exporter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join(CLOSE_S)

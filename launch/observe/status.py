@@ -237,7 +237,6 @@ class PollResult:
     """What the roles reported at one poll."""
 
     steps: Sequence[Mapping[str, Any]] = ()
-    """New rows of metrics.jsonl."""
     learner_waits_for: str = ""
     publishing: str | None = None
     """What keeps published weights from being on disk; empty if nothing does, None if no answer came."""
@@ -251,7 +250,6 @@ class PollResult:
     quarantined: tuple[str, ...] = ()
     """Names of the actors that were taken out of the run because of their weights."""
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Desired number of actors of each pool."""
     processes: tuple[ProcessStatus, ...] = ()
     """All of the run: buffer, weights, stages, actors."""
     status: Status | None = None

@@ -154,7 +154,6 @@ COUNTED: dict[str, Callable[[ActorReport], float]] = {
     "preempted": lambda report: report.engine.num_preempted,
     "tokens_lost": lambda report: report.num_tokens_lost,
 }
-"""What is counted of an actor."""
 
 
 class ActorTotals:

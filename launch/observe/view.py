@@ -427,7 +427,6 @@ class Display:
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)))
 
     def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
-        """Print the result of a run."""
         self.__exit__()
         if after is not None:
             of = [

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 MAX_EVENTS = 300
-"""Newest events on the page."""
 BUFFER_LIMIT_S = 12.0
 """Seconds for reading the buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT, MAX_TEXT = 1200, 4000
@@ -82,7 +81,6 @@ class Metrics:
         return int(self.steps[-1]) if self.steps else 0
 
     def take_in(self, row: Mapping[str, Any]) -> None:
-        """Add the row of a step."""
         for name, value in row.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 column = self.columns.setdefault(name, array("d"))
@@ -220,7 +218,6 @@ class RunData:
     name: str
     root: Path
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved config, as TOML has it."""
     config_text: str = ""
     metrics: Metrics = field(default_factory=Metrics)
     events: list[dict[str, Any]] = field(default_factory=list)

@@ -39,7 +39,6 @@ POOL_COLUMNS = {
 
 
 def render(run: RunData) -> str:
-    """Return the page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"clock": _clock, "short": short}
     charts = figures(run)
