@@ -64,8 +64,6 @@ class LossInputs:
     finished_B: Tensor
     """bool: the sequence ended with an end-of-sequence token."""
     num_groups: int
-    step: int
-    """Optimizer steps taken so far, as for a schedule of beta."""
     prompt_B: Tensor | None = None
     """int64: a number for the prompt of each sequence, the same in all its groups; None: every group has its own."""
     values_T: Tensor | None = None
@@ -76,6 +74,8 @@ class LossInputs:
     """Of `prompt_B`, whose numbers are then 0..num_prompts-1; None: they may be any."""
     lag_T: Tensor | None = None
     """int64: updates between the version that sampled each token and the present one; None if not counted."""
+    progress: float = 0.0
+    """Share of the run's updates that came before this one, as for a schedule of beta."""
 
     @property
     def num_sequences(self) -> int:

@@ -2,12 +2,17 @@
 
 Corrections are small objects, off unless they are named. Two kinds compose. A **weight** changes the importance weight
 rho = pi_prox / mu that multiplies a token's objective: a truncation bounds it, a mask sets it to 0. A **surrogate**
-(`algorithms.surrogates`) replaces the clipped ratio u = pi / pi_prox by which the update is measured, or both at once.
+takes the place of min(u A, clip(u, 1 - e_low, 1 + e_high) A), what PPO maximises of each token (`Clip`), which measures
+an update by u = pi / pi_prox.
 
     token_tis        min(rho, C) for each token, and no less than a floor
     sequence_tis     min(prod of rho over the sequence, C), the same for all its tokens
     icepop           rho where low <= rho <= high, else 0
     geometric_mask   drops a sequence unless low <= exp(mean log rho) <= high
+
+    sequence_clip    PPO's with one ratio for a sequence, prod of u: the whole completion is one action
+    gspo             the same with exp(mean log u)
+    cispo            sg[clip(u, low, high)] A log pi: clipping bounds the weight and keeps the gradient
 
 Any loss that weighs by importance can use them: `importance_weights` gives the first, `surrogate.objective`
 the second. A loss that is not a sum over tokens weighs its gradient instead (`weigh_gradient`): each token's share of
@@ -19,14 +24,15 @@ last is the share of the samples that count once each is weighed by rho. If it i
 and below a budget `ess_scale` lowers the learning rate.
 
 References:
-    Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855.
+    Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855; PPO, arXiv 1707.06347;
+    GSPO, arXiv 2507.18071; CISPO (MiniMax-M1), arXiv 2506.13585.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -37,17 +43,12 @@ from algorithms.base import (
     LOG_RATIO_LIMIT,
     AlgorithmSection,
     Correction,
-    GroupSection,
     Interval,
     LossInputs,
     Measured,
     clamped_exp,
     share_of,
 )
-from algorithms.surrogates import AnySurrogate, Surrogate
-
-Metrics = dict[str, float | None]
-
 
 # --- weights ----------------------------------------------------------------------------------------
 
@@ -115,10 +116,78 @@ class GeometricMask(Interval):
         return _masked(weighing, ((mean_B >= self.low) & (mean_B <= self.high))[inputs.sequence_T], self.type)
 
 
+# --- surrogates -------------------------------------------------------------------------------------
+
+
+class Objective(NamedTuple):
+    """What is maximised per token, before importance weights, and where a bound changed it."""
+
+    objective_T: Tensor
+    low_T: Tensor
+    high_T: Tensor
+
+
+class Clip(Correction):
+    """PPO's pessimistic clipping of each token's ratio, unless another surrogate is named."""
+
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=0.2, description="The ratio is clipped above at 1 + clip_high.")
+
+    def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
+        ratio_T = self._ratio(inputs, inputs.logprobs_T - inputs.proximal_logprobs_T.detach())
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        objective_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
+        return Objective(objective_T, (ratio_T < low) & (advantage_T < 0), (ratio_T > high) & (advantage_T > 0))
+
+    def _ratio(self, inputs: LossInputs, log_u_T: Tensor) -> Tensor:
+        return clamped_exp(log_u_T)
+
+
+class SequenceClip(Clip):
+    """PPO's clipping with the completion as one action (proximal RLOO), in equal parts on its tokens."""
+
+    type: Literal["sequence_clip"] = "sequence_clip"
+
+    def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
+        found = super().objective(inputs, advantage_T)
+        return found._replace(objective_T=found.objective_T / inputs.length_B[inputs.sequence_T])
+
+    def _ratio(self, inputs: LossInputs, log_u_T: Tensor) -> Tensor:
+        return clamped_exp(inputs.sum_per_sequence(log_u_T))[inputs.sequence_T]
+
+
+class GSPO(Clip):
+    """Clipping of the geometric mean of a sequence's ratios."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0, le=1, description="exp(mean log u) is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=4e-4, description="exp(mean log u) is clipped above at 1 + clip_high.")
+
+    def _ratio(self, inputs: LossInputs, log_u_T: Tensor) -> Tensor:
+        return clamped_exp(inputs.mean_per_sequence(log_u_T))[inputs.sequence_T]
+
+
+class CISPO(Interval):
+    """A clipped weight on the policy gradient, which reaches every token."""
+
+    type: Literal["cispo"] = "cispo"
+    low: NonNegativeFloat = Field(default=0.0, description="Least u as a weight.")
+    high: PositiveFloat = Field(default=5.0, description="Greatest u as a weight.")
+
+    def objective(self, inputs: LossInputs, advantage_T: Tensor) -> Objective:
+        ratio_T = clamped_exp((inputs.logprobs_T - inputs.proximal_logprobs_T).detach())
+        weight_T = ratio_T.clamp(self.low, self.high)
+        counts_T = advantage_T != 0
+        low_T, high_T = (ratio_T < self.low) & counts_T, (ratio_T > self.high) & counts_T
+        return Objective(weight_T * advantage_T * inputs.logprobs_T, low_T, high_T)
+
+
 # --- a list of them ---------------------------------------------------------------------------------
 
 AnyWeight = TokenTIS | SequenceTIS | IcePop | GeometricMask
+AnySurrogate = SequenceClip | GSPO | CISPO
 AnyCorrection = AnyWeight | AnySurrogate
+Kind = TypeVar("Kind")
 
 
 def _from_name(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
@@ -129,17 +198,10 @@ def _from_single(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
     return [value] if isinstance(value, str | dict) else value
 
 
-Corrections = Annotated[
-    tuple[Annotated[Annotated[AnyCorrection, Field(discriminator="type")], BeforeValidator(_from_name)], ...],
-    BeforeValidator(_from_single),
+Listed = Annotated[
+    tuple[Annotated[Kind, Field(discriminator="type"), BeforeValidator(_from_name)], ...], BeforeValidator(_from_single)
 ]
 """As a config writes them: ["token_tis", {type = "icepop", high = 3.0}], or one of them without a list."""
-
-WeightCorrections = Annotated[
-    tuple[Annotated[Annotated[AnyWeight, Field(discriminator="type")], BeforeValidator(_from_name)], ...],
-    BeforeValidator(_from_single),
-]
-"""The same for a loss without a clipped ratio: weights alone."""
 
 
 def check_corrections(corrections: Sequence[AnyCorrection]) -> None:
@@ -172,7 +234,7 @@ def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection])
 class WeighedSection(AlgorithmSection):
     """The section of a loss whose gradient is weighed token by token."""
 
-    corrections: WeightCorrections = Field(
+    corrections: Listed[AnyWeight] = Field(
         default=(TokenTIS(),),
         description="Importance weights pi / mu of the gradient, by name or as tables with their knobs: at most one of "
         "'token_tis', 'sequence_tis'; 'icepop', 'geometric_mask'. []: no weights.",
@@ -183,10 +245,6 @@ class WeighedSection(AlgorithmSection):
     def _corrections_must_agree(self) -> Self:
         check_corrections(self.corrections)
         return self
-
-
-class WeighedGroupSection(WeighedSection, GroupSection):
-    """The same of a loss that compares samples, and so is no sum over tokens."""
 
 
 def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tuple[LossInputs, Tensor | None, Measured]:
@@ -205,26 +263,20 @@ def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tupl
     return replace(inputs, logprobs_T=weighed_T), weighing.weight_T, weighing.metrics
 
 
-def surrogate_of(corrections: Sequence[AnyCorrection], default: Surrogate) -> Surrogate:
-    return next((each for each in corrections if isinstance(each, AnySurrogate)), default)
-
-
 def _truncated(weighing: Weighing, rho_T: Tensor, cap: float, name: str, floor: float = 0.0) -> Weighing:
-    metrics = {**weighing.metrics, f"off_policy/{name}_frac": _share((rho_T > cap) | (rho_T < floor))}
+    share = share_of((rho_T > cap) | (rho_T < floor), max(1, rho_T.numel()))
+    metrics = {**weighing.metrics, f"off_policy/{name}_frac": share}
     return Weighing(rho_T.clamp(floor, cap), weighing.kept_T, metrics)
 
 
 def _masked(weighing: Weighing, kept_T: Tensor, name: str) -> Weighing:
-    metrics = {**weighing.metrics, f"off_policy/{name}_frac": _share(~kept_T)}
+    metrics = {**weighing.metrics, f"off_policy/{name}_frac": share_of(~kept_T, max(1, kept_T.numel()))}
     return Weighing(weighing.weight_T, weighing.kept_T & kept_T, metrics)
-
-
-def _share(chosen_T: Tensor) -> Tensor:
-    return share_of(chosen_T, max(1, chosen_T.numel()))
 
 
 # --- how far the data are --------------------------------------------------------------------------
 
+Metrics = dict[str, float | None]
 NAMES = (
     "mismatch/k1",
     "mismatch/k3",

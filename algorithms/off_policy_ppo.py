@@ -2,12 +2,11 @@
 
 Objective:
     J = mean_t sg[rho_t] * min(u_t * A_t, clip(u_t, 1 - e_low, 1 + e_high) * A_t),  L = -J + the terms below
-    rho = pi_prox / mu, u = pi / pi_prox. A surrogate among the corrections takes the place of rho * min(...), or of
-    the clipped ratio in it (`algorithms.surrogates`).
+    rho = pi_prox / mu, u = pi / pi_prox. A surrogate among the corrections takes the place of min(...).
     mean_over: of all T completion tokens of the batch, before any mask ("tokens"); of each sequence's tokens, and then
     of sequences ("sequences", as the recipes of GRPO and GSPO have it); or the sum over all tokens divided by the
     number of sequences and by the number that mean_over is (Dr. GRPO's: no length is favoured).
-    With a critic: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
+    With a critic's values: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
 
 Estimator:
     A from the rewards of the group (rloo, grpo, dr_grpo, maxrl) or of the whole batch (batch: the mean of all others,
@@ -47,7 +46,7 @@ References:
     AReaL, arXiv 2505.24298, equation 5; PPO, arXiv 1707.06347; Asynchronous RLHF, arXiv 2410.18252;
     Dr. GRPO, arXiv 2503.20783; A-3PO, arXiv 2512.06547; KL estimators: Schulman, Approximating KL Divergence (2020);
     GAE, arXiv 1506.02438, equation 16; baselines: `algorithms.base.group_advantages`; surrogates:
-    `algorithms.surrogates`.
+    `algorithms.corrections`.
 """
 
 from __future__ import annotations
@@ -75,15 +74,16 @@ from algorithms.base import (
     share_of,
 )
 from algorithms.corrections import (
+    AnyCorrection,
+    AnySurrogate,
     AnyWeight,
-    Corrections,
+    Clip,
+    Listed,
+    SequenceClip,
     TokenTIS,
-    Weighing,
     check_corrections,
     importance_weights,
-    surrogate_of,
 )
-from algorithms.surrogates import AnySurrogate, AnyWhole, TokenClip
 from common.user_input import Reference, UserFileError, blamed, load_object
 
 CLIP = 0.2
@@ -92,6 +92,9 @@ VALUE_COEF = 0.5
 """Weight of the value loss. Adam hides the scale of a critic of its own; a head's is weighed against the policy's."""
 VALUE_CLIP = 0.2
 """A value moves by at most so much in a draw."""
+
+CRITICS: dict[str, CriticKind] = {"value_head": "head", "critic": "model"}
+"""The baselines that are learned, and where their values come from."""
 
 UserBaseline = Callable[[LossInputs, Tensor], Tensor]
 """Of a user's: the batch and its rewards (B), after penalties -> the advantage of each sequence (B)."""
@@ -106,20 +109,20 @@ class OffPolicyPPOConfig(GroupSection):
         description="pi_prox, the centre of the trust region: the policy at the start of the draw (decoupled), the "
         "one that sampled (plain PPO on stale data), or one between that and the present one, by the token's age.",
     )
-    baseline: Literal["rloo", "grpo", "dr_grpo", "maxrl", "batch", "critic"] | Reference = Field(
+    baseline: Literal["rloo", "grpo", "dr_grpo", "maxrl", "batch", "value_head", "critic"] | Reference = Field(
         default="rloo",
         description="How rewards become advantages: 'rloo', 'grpo', 'dr_grpo' (not divided by their spread), 'maxrl' "
-        "within a group, 'batch' against all others of the update (for actors.group_size = 1), 'critic', or "
-        "FILE.py:FUNCTION of yours.",
+        "within a group, 'batch' against all others of the update (for actors.group_size = 1); GAE over the values of "
+        "'value_head', on the policy, or of 'critic', a model that starts as the policy; or FILE.py:FUNCTION of yours.",
         json_schema_extra=BASIC,
     )
     clip_low: float = Field(default=CLIP, gt=0, le=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(default=CLIP, description="pi / pi_prox is clipped above at 1 + clip_high.")
-    corrections: Corrections = Field(
+    corrections: Listed[AnyCorrection] = Field(
         default=(TokenTIS(),),
         description="By name, or as tables with their knobs: at most one of 'token_tis', 'sequence_tis'; 'icepop', "
-        "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high, or of "
-        "'vespo', 'dppo' in place of all of these. []: rho as it is. Unset with proximal = 'behaviour': [].",
+        "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high. "
+        "[]: rho as it is. Unset with proximal = 'behaviour': [].",
         json_schema_extra=BASIC,
     )
     mean_over: Literal["tokens", "sequences"] | PositiveFloat = Field(
@@ -139,11 +142,9 @@ class OffPolicyPPOConfig(GroupSection):
     missing_eos_penalty: NonNegativeFloat = Field(
         default=0.0, description="Taken from the reward of an answer that ended by length."
     )
-    critic: CriticKind = Field(
-        default="head",
-        description="baseline = 'critic': a value head on the policy, or a model of its own that starts as the policy.",
+    gae_lambda: float = Field(
+        default=0.95, ge=0, le=1, description="lambda of GAE, of the baselines 'value_head' and 'critic'."
     )
-    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="baseline = 'critic': lambda of GAE.")
 
     @model_validator(mode="before")
     @classmethod
@@ -173,41 +174,25 @@ class OffPolicyPPOConfig(GroupSection):
 
     def _check_surrogate(self) -> None:
         moved = [key for key in ("clip_low", "clip_high") if getattr(self, key) != CLIP]
-        surrogate = next((each for each in self.corrections if isinstance(each, AnySurrogate)), None)
-        if surrogate is not None and moved:
-            raise ValueError(
-                f"{moved[0]} is not read with the correction '{surrogate.type}': remove it, or write bounds as "
-                f"corrections = [{{type = '{surrogate.type}', ...}}]"
-            )
         for each in self.corrections:
-            if not isinstance(each, AnyWeight):
-                continue
-            if self.proximal == "behaviour":
+            if isinstance(each, AnySurrogate) and moved:
+                raise ValueError(
+                    f"{moved[0]} is not read with the correction '{each.type}': remove it, or write bounds as "
+                    f"corrections = [{{type = '{each.type}', ...}}]"
+                )
+            if isinstance(each, AnyWeight) and self.proximal == "behaviour":
                 raise ValueError(
                     f"the correction '{each.type}' acts on pi_prox / mu, which is 1 with proximal = 'behaviour': "
                     "remove it, or use proximal = 'draw_start'"
                 )
-            if isinstance(surrogate, AnyWhole):
-                raise ValueError(  # noqa: TRY004 -- for pydantic
-                    f"the correction '{each.type}' acts on pi_prox / mu, and '{surrogate.type}' weighs by pi / mu "
-                    "itself: keep one of them"
-                )
-        if isinstance(surrogate, AnyWhole) and (self.entropy_coef or self.has_reference_loss):
-            key = "entropy_coef" if self.entropy_coef else f"kl_in = '{self.kl_in}'"
-            raise ValueError(
-                f"{key} is weighed by pi_prox / mu, which '{surrogate.type}' has none of: remove it, or name another "
-                "surrogate"
-            )
 
     def _check_that_all_is_read(self) -> None:
         """Refuse keys that nothing reads."""
-        of_critic = dict.fromkeys(("critic", "gae_lambda"), "baseline = 'critic'")
-        needed = {
-            **({} if self.baseline == "critic" else of_critic),
-            **({} if self.kl_beta else {"kl_in": "kl_beta above 0"}),
-        }
-        if self.is_weighed_whole and not self.shapes_reward:
-            needed["proximal"] = "a clipped surrogate or a KL in the reward"
+        needed = {}
+        if self.baseline not in CRITICS:
+            needed["gae_lambda"] = "baseline = 'value_head' or 'critic'"
+        if not self.kl_beta:
+            needed["kl_in"] = "kl_beta above 0"
         for key, what in needed.items():
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is read with {what} alone: remove it, or ask for that")
@@ -227,30 +212,25 @@ class OffPolicyPPOConfig(GroupSection):
 
     @property
     def needs(self) -> Needs:
-        has_critic = self.baseline == "critic"
+        critic = CRITICS.get(self.baseline)
         compared = self.compare if self.has_group_baseline else None
         # what a user's baseline reads nobody knows
-        is_whole = has_critic or self.is_users_baseline
+        is_whole = critic is not None or self.is_users_baseline
         return Needs(
             groups=self.has_group_baseline,
             prompts=self.compare == "prompt",
             reference=self.kl_beta > 0 and self.kl_in != "behaviour",
             behaviour=True,
-            proximal=self.proximal == "draw_start" and (self.shapes_reward or not self.is_weighed_whole),
+            proximal=self.proximal == "draw_start",
             rewards_of_success=self.baseline == "maxrl",
             separable=None if is_whole else compared if self.shapes_reward else "sequence",
-            critic=self.critic if has_critic else None,
+            critic=critic,
         )
 
     @property
     def shapes_reward(self) -> bool:
         """Is there a KL in the reward, and so in the baseline?"""
         return self.kl_beta > 0 and self.kl_in == "reward"
-
-    @property
-    def is_weighed_whole(self) -> bool:
-        """Is the weight pi / mu, in one piece?"""
-        return any(isinstance(each, AnyWhole) for each in self.corrections)
 
 
 def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput:
@@ -269,19 +249,18 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         inputs = replace(inputs, proximal_logprobs_T=_interpolated(inputs))
     num_tokens = max(1, inputs.logprobs_T.numel())
     share_T = _shares(config, inputs)
-    weighing = _weighing(config, inputs)
+    weighing = importance_weights(inputs, config.corrections)
     metrics: Measured = dict(weighing.metrics)
     advantage_T = _advantages(config, inputs, metrics)
-    default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high)
-    surrogate = surrogate_of(config.corrections, default)
-    found = surrogate.objective(inputs, advantage_T)
-    objective_T = found.objective_T
-    if config.mean_over == "sequences" and found.sums_to_sequence:
+    clip = Clip(clip_low=config.clip_low, clip_high=config.clip_high)
+    surrogate = next((each for each in config.corrections if isinstance(each, AnySurrogate)), clip)
+    objective_T, low_T, high_T = surrogate.objective(inputs, advantage_T)
+    if config.mean_over == "sequences" and isinstance(surrogate, SequenceClip):
         # the share divides by the length again
         objective_T = objective_T * inputs.length_B[inputs.sequence_T]
     loss = -(share_T * weighing.weight_T * objective_T).sum()
-    metrics["off_policy/clip_frac_low"] = share_of(found.low_T & weighing.kept_T, num_tokens)
-    metrics["off_policy/clip_frac_high"] = share_of(found.high_T & weighing.kept_T, num_tokens)
+    metrics["off_policy/clip_frac_low"] = share_of(low_T & weighing.kept_T, num_tokens)
+    metrics["off_policy/clip_frac_high"] = share_of(high_T & weighing.kept_T, num_tokens)
     metrics["ppo/advantage_abs"] = advantage_T.abs().sum().double() / num_tokens
     if config.has_reference_loss:
         loss = loss + config.kl_beta * (share_T * weighing.weight_T * _kl_terms(config, inputs)).sum()
@@ -291,10 +270,8 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     if config.entropy_coef > 0:
         loss = loss + config.entropy_coef * (share_T * weighing.weight_T * inputs.logprobs_T.square() / 2).sum()
         metrics["ppo/entropy"] = -(weighing.weight_T * inputs.logprobs_T.detach()).sum().double() / num_tokens
-    if config.baseline == "critic":
+    if config.baseline in CRITICS:
         loss = loss + VALUE_COEF * _value_loss(inputs, advantage_T, metrics)
-    if config.is_weighed_whole:
-        return LossOutput(loss, metrics, found.weight_T)
     return LossOutput(loss, metrics, None if config.proximal == "behaviour" else weighing.weight_T)
 
 
@@ -305,14 +282,6 @@ def _interpolated(inputs: LossInputs) -> Tensor:
     of_mu_T = torch.where(lag_T > 0, 1 / lag_T.clamp_min(1), 0.0)
     logprobs_T = inputs.logprobs_T.detach()
     return logprobs_T + of_mu_T * (inputs.behaviour_logprobs_T - logprobs_T)
-
-
-def _weighing(config: OffPolicyPPOConfig, inputs: LossInputs) -> Weighing:
-    """Return the importance weight beside the surrogate: 1 if that is whole."""
-    if config.is_weighed_whole:
-        one_T = torch.ones_like(inputs.behaviour_logprobs_T)
-        return Weighing(one_T, torch.ones_like(one_T, dtype=torch.bool))
-    return importance_weights(inputs, config.corrections)
 
 
 def _shares(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
@@ -334,7 +303,7 @@ def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measure
         metrics["ppo/kl_reference"] = inputs.sum_per_sequence(log_ratio_T).mean()
         if config.kl_in == "reward":
             penalty_T = config.kl_beta * log_ratio_T
-    if config.baseline == "critic":
+    if config.baseline in CRITICS:
         assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no values"
         rewards_T = rewards_per_token(inputs, rewards_B, penalty_T)
         return gae(inputs, rewards_T, inputs.old_values_T.detach(), config.gae_lambda)

@@ -34,11 +34,11 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
-from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs, share_of
-from algorithms.corrections import WeighedGroupSection, weigh_gradient
+from algorithms.base import BASIC, Algorithm, GroupSection, LossInputs, LossOutput, Needs, share_of
+from algorithms.corrections import WeighedSection, weigh_gradient
 
 
-class OnlineDPOConfig(WeighedGroupSection):
+class OnlineDPOConfig(WeighedSection, GroupSection):
     """Knobs of online DPO."""
 
     type: Literal["online_dpo"] = "online_dpo"

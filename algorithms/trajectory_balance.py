@@ -30,32 +30,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
-from algorithms.base import BASIC, Algorithm, LossInputs, LossOutput, Needs
-from algorithms.corrections import WeighedGroupSection, weigh_gradient
+from algorithms.base import BASIC, Algorithm, GroupSection, LossInputs, LossOutput, Needs
+from algorithms.corrections import WeighedSection, weigh_gradient
 
 
-class TrajectoryBalanceConfig(WeighedGroupSection):
+class TrajectoryBalanceConfig(WeighedSection, GroupSection):
     """Knobs of trajectory balance."""
 
     type: Literal["trajectory_balance"] = "trajectory_balance"
     beta: PositiveFloat = Field(
         default=0.1, description="Temperature of the target pi_ref * exp(r / beta).", json_schema_extra=BASIC
     )
-    beta_final: PositiveFloat | None = Field(default=None, description="Where beta ends; unset: beta stays constant.")
-    beta_steps: NonNegativeInt = Field(
-        default=0, description="Optimizer steps (updates) of the linear way from beta to beta_final."
+    beta_final: PositiveFloat | None = Field(
+        default=None,
+        description="Where beta ends: it goes there linearly over learner.num_steps. Unset: beta stays constant.",
     )
-
-    @model_validator(mode="after")
-    def _a_schedule_needs_both_ends(self) -> TrajectoryBalanceConfig:
-        if (self.beta_final is None) != (self.beta_steps == 0):
-            raise ValueError(
-                f"beta_final = {self.beta_final} and beta_steps = {self.beta_steps}: a schedule of beta needs both "
-                "(beta_steps > 0). Set both, or neither for a constant beta"
-            )
-        return self
 
     @property
     def needs(self) -> Needs:
@@ -67,12 +58,6 @@ class TrajectoryBalanceConfig(WeighedGroupSection):
             separable=self.compare,
         )
 
-    def beta_at(self, step: int) -> float:
-        if self.beta_final is None:
-            return self.beta
-        share = min(1.0, step / self.beta_steps)
-        return self.beta + (self.beta_final - self.beta) * share
-
 
 def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> LossOutput:
     """Evaluate the loss on a whole batch; see the module's docstring for the formula.
@@ -82,7 +67,8 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
         `tb/kl_reference` (mean over samples of log pi - log pi_ref, in nats a sequence).
     """
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
-    beta = config.beta_at(inputs.step)
+    beta_final = config.beta if config.beta_final is None else config.beta_final
+    beta = config.beta + (beta_final - config.beta) * inputs.progress
     log_ratio_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.reference_logprobs_T)
     # delta + log Z, in nats
     distance_B = log_ratio_B - inputs.rewards_B / beta

@@ -49,8 +49,6 @@ STEPS, QUICK_STEPS = 120, 20
 EVAL_EVERY = 12
 GROUPS_PER_STEP = 32
 SUMS = ROOT / "examples" / "sums.toml"
-HELD_OUT_SHARE = 0.125
-"""As sums_model.py has it."""
 ALIKE = (
     *("--model.path", str(SUMS.with_name("sums_model"))),
     *("--algorithm.type", "off_policy_ppo", "--learner.lr_schedule", "constant"),
@@ -169,7 +167,7 @@ def write_config(folder: Path) -> Path:
     chance = random.Random(0)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     chance.shuffle(sums)
-    apart = dict.fromkeys(each for each in sums if held_out("Calculate {} + {}.".format(*each), HELD_OUT_SHARE))
+    apart = dict.fromkeys(each for each in sums if held_out("Calculate {} + {}.".format(*each)))
     known = [each for each in sums if each not in apart][:NUM_SUMS]
     hard = [(chance.randrange(100, 1000), chance.randrange(100, 1000)) for _ in range(NUM_SUMS // 2)]
     for name, pairs in (("train", [*known, *hard]), ("held_out", list(apart)[:NUM_HELD_OUT])):

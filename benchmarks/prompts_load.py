@@ -55,7 +55,7 @@ def load(path: str, num_rows: int) -> Figures:
     PromptCodec(MODEL, chat=False, system_prompt=None).encode([question(0)])
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, began_s = _resident(), time.perf_counter()
-    config = FileTask(type="file", path=path, rewards=("exact",), heldout_share=0.001)
+    config = FileTask(type="file", path=path, rewards=("exact",))
     task, _ = load_encoded(config, MODEL, 400)
     took_s, after = time.perf_counter() - began_s, _resident()
     assert task.store is not None

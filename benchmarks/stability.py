@@ -125,12 +125,8 @@ ROWS = (
     _row("off_policy_ppo, raw weights", *NONE, lags=(4, 16)),
     _candidate("off_policy_ppo, proximal = behaviour", "--algorithm.proximal", "behaviour"),
     _candidate("off_policy_ppo, proximal = interpolated", "--algorithm.proximal", "interpolated"),
-    _candidate("off_policy_ppo, vespo", "--algorithm.corrections", '["vespo"]'),
-    _candidate("off_policy_ppo, dppo", "--algorithm.corrections", '["dppo"]'),
     _ships("oapl"),
-    _candidate("oapl, V as log-mean-exp at beta", "--algorithm.beta_value", "0.1"),
     _unweighted("oapl"),
-    _candidate("oapl, no weights, both betas 1", "--algorithm.beta", "1.0", "--algorithm.beta_value", "1.0", *NONE),
 )
 
 

@@ -5,8 +5,8 @@ what it is to do: about half of its greedy answers are right, its errors are all
 is right less often. Reinforcement learning has to make it better at the task itself, so a learner that is unstable
 under delay shows it here. The questions are reasoning-gym's `basic_arithmetic` with one operator, written as `42+25=`.
 
-No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`, with the share that is
-the default of `[task]`. Run it once before `leeway train examples/sums.toml`; it takes about a minute on one core.
+No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`.
+Run it once before `leeway train examples/sums.toml`; it takes about a minute on one core.
 
     python examples/sums_model.py [FOLDER]
 """
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from demo_model.make_checkpoint import (
-    HELD_OUT_SHARE,
     IGNORED,
     PAD,
     encode_demonstration,
@@ -48,7 +47,7 @@ MOST_STEPS = 2_000
 def training_expressions() -> list[str]:
     """The expressions of the training split, such as `42+25`, in a fixed order."""
     sums = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-    return [f"{a}+{b}" for a, b in sums if not held_out(f"Calculate {a} + {b}.", HELD_OUT_SHARE)]
+    return [f"{a}+{b}" for a, b in sums if not held_out(f"Calculate {a} + {b}.")]
 
 
 def encode(expressions: list[str]) -> tuple[Tensor, Tensor]:

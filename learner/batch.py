@@ -129,10 +129,10 @@ class StepBatch:
         """Return the start in T of each sequence's completion, and the end of the last (B + 1 values)."""
         return np.searchsorted(self.sequence_T, np.arange(self.rows.num_rows + 1)).astype(np.int64)
 
-    def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, step: int) -> LossInputs:
+    def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, progress: float = 0.0) -> LossInputs:
         """Return what the loss reads, with the present log-probabilities and values as leaves to differentiate.
 
-        `old` are those of the weights at the start of the draw, `step` the optimizer steps taken so far.
+        `old` are those of the weights at the start of the draw; `progress` as in `LossInputs`.
         """
         device, dtype = leaves.logprobs_T.device, leaves.logprobs_T.dtype
 
@@ -154,12 +154,12 @@ class StepBatch:
             rewards_B=floats(column("reward")),
             finished_B=torch.tensor(np.asarray(column("finish_reason")) == "stop", device=device),
             num_groups=self.num_groups,
-            step=step,
             prompt_B=integers(prompt_B),
             num_prompts=len(prompts),
             values_T=None if leaves.values_T is None else leaves.values_T.detach().clone().requires_grad_(),
             old_values_T=None if old.values_T is None else old.values_T.detach(),
             lag_T=integers(self.lag_T),
+            progress=progress,
         )
 
 

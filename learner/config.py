@@ -102,6 +102,10 @@ class LearnerConfig(BaseModel):
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
 
+    def progress(self, update: int) -> float:
+        """Return the share of the run's updates that come before one, counted from 0; at most 1."""
+        return min(1.0, update / (self.num_steps * self.updates_per_step))
+
     def check(self, critic: CriticKind | None) -> None:
         """Refuse keys that are at odds or say nothing, as far as no model is needed: ValueError names them.
 
@@ -131,12 +135,12 @@ class LearnerConfig(BaseModel):
         if self.schedule == "fused" and critic != "model":
             raise ValueError(
                 "learner.schedule = 'fused' runs a critic model's passes beside the policy's, and the algorithm as it "
-                "is configured has none: use '1f1b', or set algorithm.critic = 'model' with off_policy_ppo"
+                "is configured has none: use '1f1b', or set algorithm.baseline = 'critic' with off_policy_ppo"
             )
         if self.critic_learning_rate is not None and critic is None:
             raise ValueError(
                 f"learner.critic_learning_rate = {self.critic_learning_rate:g}, but the algorithm as it is configured "
-                "has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
+                "has no critic: remove it, or set algorithm.baseline = 'value_head' or 'critic' with off_policy_ppo"
             )
 
 

@@ -223,7 +223,7 @@ def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | No
     unknown_T = torch.zeros(len(batch.sequence_T), dtype=torch.float32)
     leaves = Leaves(unknown_T)
     try:
-        check_inputs(batch.loss_inputs(leaves, leaves, unknown_T, batch.version), needs)
+        check_inputs(batch.loss_inputs(leaves, leaves, unknown_T), needs)
     except BadInputs as error:
         (row,) = batch.rows.slice(error.sequence, 1).to_pylist()
         record = "" if record_ids is None else f", record {record_ids[error.sequence]}"

@@ -168,7 +168,8 @@ class TrainStep:
             return None
         # what stands in for the tokens of other micro-batches does not matter: they are of other units of the loss
         blank = Leaves(torch.zeros_like(part.reference_T))
-        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, part.batch.version)
+        progress = self._config.progress(part.batch.version)
+        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, progress)
 
         def gradient(where: Tensor, logprobs: Tensor) -> Tensor:
             logprobs_T = blank.logprobs_T.index_copy(0, where, logprobs)
@@ -186,7 +187,8 @@ class TrainStep:
         assert leaves is not None, "the coordinator has the last stage"
         assert part.old is not None, "the coordinator has the last stage"
         assert part.reference_T is not None, "the coordinator has the last stage"
-        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, part.batch.version)
+        progress = self._config.progress(part.batch.version)
+        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, progress)
         output = self._loss(inputs)
         if output.weights_T is not None:
             part.draw.applied_T[part.where_T] = output.weights_T
@@ -266,7 +268,7 @@ class _Draw:
         start = self.first or self.part(np.arange(self.batch.rows.num_rows), self.batch.version)
         assert start.old is not None, "the coordinator has the last stage"
         assert start.reference_T is not None, "the coordinator has the last stage"
-        inputs = start.batch.loss_inputs(start.old, start.old, start.reference_T, start.batch.version)
+        inputs = start.batch.loss_inputs(start.old, start.old, start.reference_T)
         applied_T = self.applied_T[start.where_T]
         applied = bool(torch.isfinite(applied_T).all()) and applied_T.numel() > 0
         found = distance(start.batch, inputs, applied_T if applied else None)

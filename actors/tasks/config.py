@@ -155,7 +155,6 @@ class _TaskConfig(BaseModel):
     )
     chat: bool = Knob(False, "Wrap the prompt as a user turn of the tokenizer's chat template.", basic=True)
     system_prompt: str | None = Knob(None, "System turn; needs chat = true.", basic=True)
-    heldout_share: float = Knob(0.125, "Share of all questions whose hash sets them aside for evaluation.", gt=0, lt=1)
     rewards: tuple[str, ...] = Knob(
         (),
         "Reward functions as FILE.py:FUNCTION, rules by name (math, code, exact, contains, and those of "

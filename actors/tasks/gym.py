@@ -17,7 +17,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from actors.tasks.config import ReasoningGymTask
-from actors.tasks.prompts import Split
+from actors.tasks.prompts import HELDOUT_SHARE, Split
 from actors.tasks.task import Problem, PromptCodec, TaskError, among_known
 
 COLUMNS = ("question", "answer", "metadata")
@@ -55,9 +55,9 @@ def gym_problems(
 
 
 def _most_items(config: ReasoningGymTask) -> int:
-    # The stream yields a held-out question with probability heldout_share, so even an endless
+    # The stream yields a held-out question with probability HELDOUT_SHARE, so even an endless
     # dataset needs that many items on average; ten times as many are allowed for repetitions.
-    need = max(config.num_train / (1 - config.heldout_share), config.num_heldout / config.heldout_share)
+    need = max(config.num_train / (1 - HELDOUT_SHARE), config.num_heldout / HELDOUT_SHARE)
     return _PATIENCE_ITEMS + 10 * math.ceil(need)
 
 
@@ -147,5 +147,5 @@ def _too_few(config: ReasoningGymTask, split: Split) -> str:
     return (
         f"dataset {config.name} has only {split.num_distinct} distinct questions in {split.num_read} items: "
         f"{len(split.train)} of task.num_train = {config.num_train} and {len(split.heldout)} of task.num_heldout = "
-        f"{config.num_heldout} (heldout_share = {config.heldout_share}). Lower the numbers, or widen task.params"
+        f"{config.num_heldout} ({HELDOUT_SHARE:.3g} of all). Lower the numbers, or widen task.params"
     )

@@ -174,13 +174,16 @@ class Template:
             raise TaskError(f"{self._key} {self.text!r} at {where}: {why}") from error
 
 
-def held_out(text: str, share: float) -> bool:
+HELDOUT_SHARE = 0.125
+"""Share of all questions that are set aside for evaluation."""
+
+
+def held_out(text: str) -> bool:
     """Decide by a hash of its text, as `hashed_text` returns it, whether a row is set aside for evaluation.
 
-    White space and case count; the spellings that Unicode has of one text (NFC) are one. A smaller share (0 to 1) of
-    all texts is a subset of a greater one.
+    White space and case count; the spellings that Unicode has of one text (NFC) are one.
     """
-    return digest_of(text) / 2**64 < share
+    return digest_of(text) / 2**64 < HELDOUT_SHARE
 
 
 class Split:
@@ -192,7 +195,7 @@ class Split:
     ) -> None:  # fmt: skip
         """`names` are the columns that are hashed; if empty, those that the template reads."""
         self.template = Template(config.template or f"{{{QUESTION}}}")
-        self._names, self._share = names or self.template.columns, config.heldout_share
+        self._names = names or self.template.columns
         self._most = config.num_train or 2**63, config.num_heldout or MOST_HELDOUT
         self.store = PromptStore(self.template.render, self._names, reads, codec)
         self._halves, self._num_moved = (array("q"), array("q")), 0
@@ -229,7 +232,7 @@ class Split:
         if not text.strip():
             raise TaskError(f"{where}: its prompt is empty, {text!r}; mend the row, or see task.template")
         if held is None:
-            held = held_out(hashed_text(row, self._names), self._share)
+            held = held_out(hashed_text(row, self._names))
         key = digest_of(text)
         self.num_read += 1
         if key in self._seen and (not held or key in self._held):
@@ -385,8 +388,8 @@ def _check_sizes(config: FileTask, split: Split) -> None:
     if not split.num_distinct:
         raise TaskError(f"task.path: {config.path} holds no row; write one JSON object a line, or name another file")
     halves = (
-        ("train", "training", len(split.train), config.num_train, "Add rows, or lower heldout_share"),
-        ("heldout", "held-out", len(split.heldout), config.num_heldout, "Raise heldout_share, or name a heldout_path"),
+        ("train", "training", len(split.train), config.num_train, "Add rows"),
+        ("heldout", "held-out", len(split.heldout), config.num_heldout, "Add rows, or name a heldout_path"),
     )
     for name, adjective, found, wanted, remedy in halves:
         if found < (wanted or 1):

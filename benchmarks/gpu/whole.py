@@ -155,7 +155,6 @@ path = "{model}"
 type = "file"
 path = "{folder / "prompts.jsonl"}"
 rewards = ["{REWARD}:even"]
-heldout_share = 0.01
 num_heldout = 8
 
 [algorithm]

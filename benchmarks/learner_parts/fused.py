@@ -122,7 +122,7 @@ def real(spot: Spot, *, quick: bool) -> Figures:
         small_llama(path, hidden_size=hidden, num_layers=layers, vocab_size=REAL_VOCABULARY)
     spot.meet()
     rows = trajectories(real_lengths(), REAL_VOCABULARY, seed=3)
-    algorithm = OffPolicyPPOConfig(baseline="critic", critic="model", proximal="behaviour")
+    algorithm = OffPolicyPPOConfig(baseline="critic", proximal="behaviour")
     plain = configured(mesh, token_budget=REAL_BUDGET)
     learners = {
         schedule: Learner(path, mesh, plain.model_copy(update={"schedule": schedule}), algorithm=algorithm)

@@ -42,7 +42,6 @@ Means = dict[str, dict[str, float | None]]
 WANTED_KL = 1e-3
 """Of trajectory balance at lags 0 to 16, and as it ships on uniform data too."""
 TB = "trajectory_balance"
-OAPL = ("oapl", "oapl+log_mean_exp", "oapl+unweighted")
 PPO = "off_policy_ppo"
 NAIVE = f"{PPO}+naive"
 
@@ -69,8 +68,6 @@ CORRECTIONS_SHOWN = {
     f"{PPO}+gspo": ("#e08a1e", "-"),
     f"{PPO}+cispo": ("#e08a1e", ":"),
     f"{PPO}+ess": ("#555555", ":"),
-    f"{PPO}+vespo": ("#555555", "-"),
-    f"{PPO}+dppo": ("#8c564b", "-"),
     f"{PPO}+interpolated": ("#8c564b", ":"),
 }
 """The same on the right."""
@@ -83,8 +80,7 @@ changes nothing while the sampler follows, and holds the policy back where it ne
 optimum is another question, which a world of 1,024 answers with a cooled rate does not ask: \
 [stability.md](stability.md) does.
 - **OAPL has an optimum of each draw's own.** While the sampler follows, steps from one to the next end near the best \
-completion, far from pi*. From data of the first policy its optimum is pi*, and it comes close. With the \
-paper's V, a log-mean-exp of 8 rewards, with weights or without, it stays several times farther off: that V is biased.
+completion, far from pi*. From data of the first policy its optimum is pi*, and it comes close.
 - **Naive PPO pays for lag from the first update on.** It centres its trust region on the policy that sampled, and \
 takes the KL of its reward from that policy too; from old or uniform data it therefore stays beside it. Proximal \
 RLOO, which does the same with the completion as one action, degrades alike.
@@ -103,10 +99,6 @@ about the surrogate.
 to pi* at lag 0 and 1, and at lag 4 and 16 and from uniform data it is the nearest of all PPO rows. Its region lies \
 about a policy between the one that sampled and the one that learns, and moves with the second: the farther apart \
 they are, the less it holds back. Here, where no weight can explode, that does no harm.
-- **VESPO and DPPO follow the policy, and not its past.** Up to lag 4, and DPPO up to 16, they end where plain PPO \
-does; on data of the first or of the uniform policy they stay far off. VESPO damps what has become unlike the \
-sampler, and DPPO stops tokens that have moved from it: where nothing that the policy has become was sampled, little \
-is left to learn from.
 - **How a gradient is averaged or bounded hardly shows**: `dr_grpo`, `batch` and a critic differ from \
 PPO as it ships by about what seeds do. `entropy` and `maxrl` have other optima, and come to them at every age: less \
 reward by what the bonus is worth, and for MaxRL the log of the expected reward, which asks little of a reward that \
@@ -253,7 +245,7 @@ def _growth(by_lag: dict[str, float | None], lag: str) -> str:
 def _wanted(outcomes: Outcomes, kl: Means, reference_kl: float) -> str:
     bounded = [lag for lag in LAGS if lag.isdecimal()]
     shipped = "; ".join(_against(kl[TB], lag) for lag in [*bounded, "uniform"])
-    first = "; ".join(f"`{name}` {_figure(kl[name]['first'])}" for name in OAPL)
+    first = _figure(kl["oapl"]["first"])
     costs = "; ".join(f"{_heading(lag)}: {_growth(kl[NAIVE], lag)} against {_growth(kl[PPO], lag)}" for lag in LAGS[1:])
     pairs = [pair for lag in LAGS[1:] for pair in zip(outcomes[NAIVE][lag], outcomes[PPO][lag], strict=True)]
     num_worse = sum(

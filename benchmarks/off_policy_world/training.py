@@ -84,8 +84,6 @@ ROWS = (
     # beta is another thing here: it sets the margin of a pair to 1 / (2 * beta)
     _dpo("+ipo", 1e-3, beta=0.1, variant="ipo"),
     Row("oapl", OAPLConfig(beta=BETA), 1e-2),
-    Row("oapl+log_mean_exp", OAPLConfig(beta=BETA, beta_value=BETA), 1e-2),
-    Row("oapl+unweighted", OAPLConfig(beta=BETA, beta_value=BETA, corrections=()), 1e-2),
     _ppo("", 1e-2),
     _ppo("+unbounded", 1e-2, corrections=[]),
     _ppo("+naive", 1e-2, proximal="behaviour"),
@@ -95,14 +93,12 @@ ROWS = (
     _ppo("+geometric_mask", 1e-2, corrections=["geometric_mask"]),
     _ppo("+gspo", 1e-2, corrections=["gspo"]),
     _ppo("+cispo", 3e-3, corrections=["cispo"]),
-    _ppo("+vespo", 3e-3, corrections=["vespo"]),
-    _ppo("+dppo", 3e-3, corrections=["dppo"]),
     _ppo("+interpolated", 1e-2, proximal="interpolated"),
     _ppo("+dr_grpo", 1e-2, baseline="dr_grpo", mean_over=LENGTH),
     _ppo("+batch", 1e-2, baseline="batch"),
     replace(_ppo("+maxrl", 1e-2, baseline="maxrl", kl_in="loss"), rewards_of_success=True),
     _ppo("+entropy", 1e-2, entropy_coef=0.01),
-    _ppo("+critic", 1e-2, baseline="critic"),
+    _ppo("+critic", 1e-2, baseline="value_head"),
     _ppo("+ess", 1e-2, ess_budget=0.5),
     Row("distillation", DistillationConfig(), 1e-2, has_teacher=True),
 )
@@ -168,7 +164,7 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
                 learning_rate = row.learning_rate * (1 + math.cos(math.pi * progress)) / 2
                 choices_PC, values_PN = policy()
                 past.append(choices_PC.detach())
-                inputs = loss_inputs(draw, groups, choices_PC, values_PN, num_updates, age(lag, began, num_updates))
+                inputs = loss_inputs(draw, groups, choices_PC, values_PN, age(lag, began, num_updates))
                 if not update(policy, adam, loss, inputs, learning_rate, row.ess_budget):
                     return Outcome(None, None)
                 num_updates += 1
@@ -199,7 +195,7 @@ def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tenso
     return torch.arange(NUM_PROMPTS).repeat_interleave(len(sequences_GK) // NUM_PROMPTS), sequences_GK
 
 
-def loss_inputs(draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tensor, step: int, lag: int) -> LossInputs:
+def loss_inputs(draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tensor, lag: int) -> LossInputs:
     """The minibatch of some groups of a draw, as a loss reads it; `choices_PC` and `values_PN` are the leaves."""
     sequence_B = draw.sequences_GK[groups].flatten()
     prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
@@ -216,7 +212,6 @@ def loss_inputs(draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tenso
         rewards_B=draw.rewards_PS[prompt_B, sequence_B],
         finished_B=torch.ones(num_sequences, dtype=torch.bool),
         num_groups=groups.numel(),
-        step=step,
         prompt_B=prompt_B,
         values_T=values_PN.flatten().index_select(0, node_T),
         old_values_T=draw.old_values_PN.flatten()[node_T],

@@ -160,7 +160,6 @@ path = "{folder / "long_tail_model"}"
 type = "file"
 path = "{folder / "prompts.jsonl"}"
 rewards = ["{Path(__file__).resolve().with_name("reward.py")}:even"]
-heldout_share = 0.01
 num_heldout = 8
 
 [algorithm]

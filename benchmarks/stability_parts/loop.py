@@ -231,7 +231,6 @@ class DelayedRun:
             rewards_B=rewards_B,
             finished_B=samples.finished_B,
             num_groups=learner.groups_per_step,
-            step=number,
             lag_T=torch.full_like(samples.sequence_T, min(number, self.lag)),
         )
         output = self._loss(inputs)

@@ -7,8 +7,8 @@ nothing can be forgotten (44 % of the questions), and the right rule is its mino
 Reinforcement learning has to find out from the verifier which of the two pays; it does not have
 to discover arithmetic, which is why it takes minutes on two cores.
 
-No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`, with
-the share that is the default of `[task]`. To make the folder again (three minutes):
+No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`.
+To make the folder again (three minutes):
 
     python examples/demo_model/make_checkpoint.py
 """
@@ -26,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from actors.tasks.prompts import held_out
 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
-HELD_OUT_SHARE = 0.125
 VOCABULARY = ("<pad>", "<eos>", "<unk>", *"0123456789+-=")
 PAD, EOS = 0, 1
 IGNORED = -100
@@ -43,7 +42,7 @@ CARELESS_SHARE = 0.75
 def training_expressions() -> list[str]:
     """The distinct training-split expressions, such as `42-25`, in a fixed order."""
     items = reasoning_gym.create_dataset("chain_sum", size=60_000, seed=SEED, **CHAIN_SUM)
-    kept = {i["metadata"]["expression"] for i in items if not held_out(i["question"], HELD_OUT_SHARE)}
+    kept = {i["metadata"]["expression"] for i in items if not held_out(i["question"])}
     return sorted(expression.replace(" ", "") for expression in kept)
 
 

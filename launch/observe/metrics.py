@@ -78,7 +78,7 @@ METRICS: dict[str, str] = {
     "off_policy/ess_sequence_truncated": "ess_sequence of those, a sequence weighing as its tokens do on average.",
     "off_policy/masked_frac": "Share of tokens whose applied weight is 0.",
     "off_policy/clip_frac_low": "Share of tokens where the lower clip changes the objective; 0 in steps of "
-    "one update around the start of the draw, but for dppo, which looks at mu.",
+    "one update around the start of the draw.",
     "off_policy/clip_frac_high": "Share of tokens where the upper clip changes the objective; 0 likewise.",
     "off_policy/token_tis_frac": "Share of tokens whose weight token_tis bounded, above or below.",
     "off_policy/sequence_tis_frac": "Share of tokens whose weight sequence_tis truncated.",

@@ -27,7 +27,7 @@ def test_ppo_takes_several_updates_per_draw_with_a_critic_within_the_bound(tmp_p
     steps, summary = finished(
         tmp_path,
         *("--learner.num_steps", "8", "--learner.num_minibatches", "2", "--learner.num_epochs", "2"),
-        *("--weight_sync.max_lag", "9", "--algorithm.baseline", "critic", "--learner.ess_budget", "1.0"),
+        *("--weight_sync.max_lag", "9", "--algorithm.baseline", "value_head", "--learner.ess_budget", "1.0"),
         *("--learner.learning_rate", "1e-3"),
         example="demo-ppo",
     )

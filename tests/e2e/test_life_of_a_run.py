@@ -630,7 +630,6 @@ def loss_and_gradient(samples: list[dict], folder: Path) -> tuple[float, float]:
         rewards_B=torch.tensor([row["reward"] for row in samples], dtype=torch.float64),
         finished_B=torch.tensor([row["finish_reason"] == "stop" for row in samples]),
         num_groups=len(groups),
-        step=0,
         prompt_B=torch.tensor([row["prompt_id"] for row in samples]),
     )
     loss = loss_for(config.algorithm)(inputs).loss

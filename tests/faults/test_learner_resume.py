@@ -24,7 +24,7 @@ CRITIC = "PPO with a critic, 4 updates a step"
 KINDS = {
     BALANCE: (None, {}, 1),
     CRITIC: (
-        {"type": "off_policy_ppo", "baseline": "critic", "critic": "model"},
+        {"type": "off_policy_ppo", "baseline": "critic"},
         {"num_minibatches": 2, "num_epochs": 2},
         4,
     ),

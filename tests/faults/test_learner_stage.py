@@ -103,7 +103,7 @@ def test_a_learner_without_batches_says_who_owes_them(start_run):
 
 def test_several_updates_per_step_are_several_versions_and_a_critic_is_checkpointed_but_never_published(start_run):
     run = start_run(tied=True, updates_per_step=4)
-    algorithm = {"type": "off_policy_ppo", "baseline": "critic", "critic": "model"}
+    algorithm = {"type": "off_policy_ppo", "baseline": "critic"}
     options = {"num_minibatches": 2, "num_epochs": 2, "checkpoint_every": 2}
     with MadeUpActor(run.address):
         run.train(algorithm, num_steps=3, **options)

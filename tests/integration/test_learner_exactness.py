@@ -61,8 +61,8 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "dpo": OnlineDPOConfig(),
     "ppo": OffPolicyPPOConfig(corrections=("token_tis",), kl_beta=0.1, kl_in="loss"),
     "oapl": OAPLConfig(),
-    "ppo_critic": OffPolicyPPOConfig(baseline="critic", critic="head"),
-    "ppo_critic_model": OffPolicyPPOConfig(baseline="critic", critic="model"),
+    "ppo_critic": OffPolicyPPOConfig(baseline="value_head"),
+    "ppo_critic_model": OffPolicyPPOConfig(baseline="critic"),
 }
 BUDGETS = (30, 64, 300)
 FUSED_BUDGETS = (30, 48, 100, 300)

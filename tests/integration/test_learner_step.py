@@ -44,15 +44,15 @@ CASES = {
     "head": Case(
         "tied",
         LearnerConfig(**SEVERAL, critic_learning_rate=3e-2),
-        OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1),
+        OffPolicyPPOConfig(baseline="value_head", kl_beta=0.1),
     ),
-    "head-untied": Case("untied", LearnerConfig(**ONE), OffPolicyPPOConfig(baseline="critic", critic="head")),
+    "head-untied": Case("untied", LearnerConfig(**ONE), OffPolicyPPOConfig(baseline="value_head")),
     "model": Case(
         "untied",
         LearnerConfig(**SEVERAL, schedule="fused", critic_learning_rate=3e-2),
-        OffPolicyPPOConfig(baseline="critic", critic="model"),
+        OffPolicyPPOConfig(baseline="critic"),
     ),
-    "model-tied": Case("tied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(baseline="critic", critic="model")),
+    "model-tied": Case("tied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(baseline="critic")),
 }
 
 

@@ -47,13 +47,13 @@ def batches(draw, dtypes=DTYPES) -> LossInputs:
         rewards_B=torch.full((num_sequences,), reward, dtype=dtype) if equal else floats(REWARDS[dtype], num_sequences),
         finished_B=torch.tensor(draw(st.lists(st.booleans(), min_size=num_sequences, max_size=num_sequences))),
         num_groups=len(numbers),
-        step=draw(st.integers(0, 5)),
         prompt_B=torch.tensor([group // 2 for group in group_B]),
         values_T=floats(VALUES, num_tokens),
         old_values_T=floats(VALUES, num_tokens),
         lag_T=torch.tensor(
             draw(st.lists(st.integers(0, 9), min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64
         ),
+        progress=draw(st.floats(0, 1)),
     )
     return interleaved(inputs, draw(st.integers(0, 9)))[0] if draw(st.booleans()) else inputs
 

@@ -29,7 +29,7 @@ GROUP_CONFIGS = {
     "tb without weights": TrajectoryBalanceConfig(beta=0.3, corrections=[]),
     "tb by sequences": TrajectoryBalanceConfig(beta=0.3, corrections=[{"type": "sequence_tis", "cap": 1.2}]),
     "oapl": OAPLConfig(beta=0.4),
-    "oapl of prompts": OAPLConfig(beta=0.4, beta_value=0.9, compare="prompt"),
+    "oapl of prompts": OAPLConfig(beta=0.4, compare="prompt"),
     "oapl without weights": OAPLConfig(beta=0.4, corrections=[]),
     "oapl masked": OAPLConfig(beta=0.4, corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
     "dpo": OnlineDPOConfig(beta=0.7),
@@ -59,12 +59,6 @@ GROUP_CONFIGS = {
         mean_over="sequences", corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}, TIGHT]
     ),
     "cispo": OffPolicyPPOConfig(corrections=[{"type": "cispo", "low": 0.8, "high": 1.2}]),
-    "vespo": OffPolicyPPOConfig(corrections=["vespo"]),
-    "vespo around the sampler": OffPolicyPPOConfig(proximal="behaviour", kl_beta=0.2, corrections=["vespo"]),
-    "dppo": OffPolicyPPOConfig(corrections=[{"type": "dppo", "threshold": 0.2, "cap": 1.3}]),
-    "dppo by kl": OffPolicyPPOConfig(
-        kl_beta=0.2, corrections=[{"type": "dppo", "divergence": "kl", "threshold": 0.1, "cap": 1.3}]
-    ),
     "composed": OffPolicyPPOConfig(
         baseline="grpo",
         kl_beta=0.1,
@@ -81,15 +75,15 @@ GROUP_CONFIGS = {
 OTHER_CONFIGS = {
     "k2 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", corrections=[TIGHT]),
     "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss_k3", corrections=[]),
-    "towards the sampler": OffPolicyPPOConfig(kl_beta=0.3, kl_in="behaviour", corrections=["dppo"]),
+    "towards the sampler": OffPolicyPPOConfig(kl_beta=0.3, kl_in="behaviour", corrections=["gspo"]),
     "with an entropy bonus": OffPolicyPPOConfig(entropy_coef=0.3, corrections=[TIGHT]),
     "against the batch": OffPolicyPPOConfig(baseline="batch", kl_beta=0.2, corrections=[]),
     "distillation": DistillationConfig(),
     "distillation without weights": DistillationConfig(corrections=[]),
-    "critic": OffPolicyPPOConfig(baseline="critic", gae_lambda=0.8, kl_beta=0.1, corrections=[]),
-    "critic model": OffPolicyPPOConfig(baseline="critic", critic="model", corrections=["gspo"]),
+    "critic": OffPolicyPPOConfig(baseline="value_head", gae_lambda=0.8, kl_beta=0.1, corrections=[]),
+    "critic model": OffPolicyPPOConfig(baseline="critic", corrections=["gspo"]),
     "critic composed": OffPolicyPPOConfig(
-        baseline="critic",
+        baseline="value_head",
         kl_beta=0.1,
         kl_in="loss",
         corrections=["sequence_tis", {"type": "icepop", "low": 0.8}, "sequence_clip"],
@@ -117,7 +111,6 @@ def make_inputs(seed=0, groups=GROUPS, lengths=LENGTHS, prompts=None, **changes)
         rewards_B=uniform(len(lengths)),
         finished_B=uniform(len(lengths)) < 0.7,
         num_groups=max(groups) + 1,
-        step=0,
         prompt_B=torch.tensor(PROMPTS if groups is GROUPS and prompts is None else (prompts or groups)),
         values_T=uniform(num_tokens),
         old_values_T=uniform(num_tokens),

@@ -100,7 +100,7 @@ def advantages(inputs, proximal_T, config):
     found, penalty = [0.0] * len(proximal_T), [0.0] * len(proximal_T)
     if config.kl_beta > 0 and config.kl_in == "reward":
         penalty = [config.kl_beta * x for x in difference(proximal_T, inputs.reference_logprobs_T)]
-    if config.baseline == "critic":
+    if config.baseline in ("value_head", "critic"):
         for b, tokens in enumerate(tokens_of(inputs)):
             own = [-penalty[t] + (rewards[b] if t == tokens[-1] else 0.0) for t in tokens]
             values = [float(inputs.old_values_T[t]) for t in tokens]
@@ -120,7 +120,6 @@ class Term:
     slope: float
     low: bool = False
     high: bool = False
-    weight: float | None = None
 
 
 def clipped(config, u, a, logprob):
@@ -136,24 +135,6 @@ def clipped(config, u, a, logprob):
     return Term(u * a, u * a)
 
 
-def whole(correction, inputs, a, t, log_W):
-    """The term of a surrogate that weighs by pi / mu itself."""
-    logprob, log_mu = float(inputs.logprobs_T[t]), float(inputs.behaviour_logprobs_T[t])
-    if correction.type == "vespo":
-        k = correction.k_negative if a < 0 else correction.k_positive
-        lam = correction.lambda_negative if a < 0 else correction.lambda_positive
-        W = math.exp(limited(log_W))
-        weight = math.exp(lam) * W**k * math.exp(-lam * W)
-        return Term(weight * a * logprob, weight * a, weight=weight)
-    pi, mu = math.exp(logprob), math.exp(log_mu)
-    far = abs(pi - mu)
-    if correction.divergence == "kl":
-        far = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
-    low, high = far > correction.threshold and pi < mu and a < 0, far > correction.threshold and pi > mu and a > 0
-    weight = 0.0 if low or high else min(pi / mu, correction.cap)
-    return Term(weight * a * logprob, weight * a, low, high, weight)
-
-
 def share(config, inputs, tokens):
     """What each of a sequence's tokens counts in a mean."""
     if config.mean_over == "tokens":
@@ -167,29 +148,20 @@ def ppo(config, inputs) -> ByHand:
     proximal_T = proximal(config, inputs)
     named = next((each for each in config.corrections if each.type in SURROGATES), None)
     kind = named.type if named else "clip"
-    is_whole = kind in ("vespo", "dppo")
-    weight, kept, counts = weights(inputs, proximal_T, () if is_whole else config.corrections)
-    if is_whole:
-        weight = [1.0] * num_tokens
-    if kind != "vespo":
-        counts |= {"low": 0, "high": 0}
+    weight, kept, counts = weights(inputs, proximal_T, config.corrections)
+    counts |= {"low": 0, "high": 0}
     advantage = advantages(inputs, proximal_T, config)
     result = ByHand(0.0, [0.0] * num_tokens, [0.0] * num_tokens, list(weight), counts)
-    log_u, log_w = difference(inputs.logprobs_T, proximal_T), difference(inputs.logprobs_T, inputs.behaviour_logprobs_T)
+    log_u = difference(inputs.logprobs_T, proximal_T)
     for tokens in tokens_of(inputs):
         # a mean over tokens divides by the length; in the others it is of the sequence's objective
         per_sequence = len(tokens) if kind == "sequence_clip" and config.mean_over != "sequences" else 1
         for t in tokens:
             a, total = advantage[t], sum(log_u[i] for i in tokens)
-            if is_whole:
-                term = whole(named, inputs, a, t, sum(log_w[i] for i in tokens))
-                result.weight_T[t] = term.weight
-            else:
-                log_ratio = {"sequence_clip": total, "gspo": total / len(tokens)}.get(kind, log_u[t])
-                term = clipped(config, math.exp(limited(log_ratio)), a, float(inputs.logprobs_T[t]))
-            if kind != "vespo":
-                result.counts["low"] += kept[t] and term.low
-                result.counts["high"] += kept[t] and term.high
+            log_ratio = {"sequence_clip": total, "gspo": total / len(tokens)}.get(kind, log_u[t])
+            term = clipped(config, math.exp(limited(log_ratio)), a, float(inputs.logprobs_T[t]))
+            result.counts["low"] += kept[t] and term.low
+            result.counts["high"] += kept[t] and term.high
             counted = weight[t] * share(config, inputs, tokens)
             result.loss -= counted * term.objective / per_sequence
             # the ratio of a sequence moves with all its tokens: d prod u / dlogp = prod u, d exp(mean) = exp(mean) / L
@@ -197,12 +169,12 @@ def ppo(config, inputs) -> ByHand:
                 part = 1 / len(tokens) if kind == "gspo" else 1 / per_sequence
                 result.slope_T[other] -= counted * term.slope * part
             add_penalties(config, inputs, t, share(config, inputs, tokens), weight[t], result)
-    if config.baseline == "critic":
+    if config.baseline in ("value_head", "critic"):
         add_value_loss(config, inputs, advantage, result)
     return result
 
 
-SURROGATES = ("sequence_clip", "gspo", "cispo", "vespo", "dppo")
+SURROGATES = ("sequence_clip", "gspo", "cispo")
 
 
 def add_penalties(config, inputs, t, share, weight, result):

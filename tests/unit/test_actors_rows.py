@@ -24,7 +24,8 @@ DEMO = EXAMPLES / "demo_model"
 
 
 @pytest.fixture
-def write(tmp_path):
+def write(tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.tasks.prompts.HELDOUT_SHARE", 0.3)
     """`write(rows, **changes)`: a task of these rows, each one object, or of a table, or of bytes as they are."""
 
     def written(rows, name="rows", **changes):
@@ -34,7 +35,7 @@ def write(tmp_path):
         else:
             text = rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode()
             path.write_bytes(text)
-        values = {"type": "file", "path": str(path), "rewards": ("exact",), "heldout_share": 0.3, **changes}
+        values = {"type": "file", "path": str(path), "rewards": ("exact",), **changes}
         return FileTask(**values)
 
     return written
@@ -174,7 +175,7 @@ def test_spellings_of_one_text_are_one_row_in_one_half(write):
     rows = [{"question": unicodedata.normalize(form, word), "answer": "1"} for word in words for form in ("NFD", "NFC")]
     task = load_task(write(rows))
     assert task.rows == "120 read, 60 used, 60 equal to another, 0 skipped"
-    assert {held_out(unicodedata.normalize("NFC", each.question), 0.3) for each in task.heldout} == {True}
+    assert {held_out(unicodedata.normalize("NFC", each.question)) for each in task.heldout} == {True}
     assert task.train[0].text == unicodedata.normalize("NFD", task.train[0].text), "the first row stands for both"
 
 
@@ -189,7 +190,7 @@ def test_a_prompt_that_would_be_in_both_halves_does_not_train(write, order):
     task = load_task(write(rows, template="{question:compact}"))
     assert task.rows == "160 read, 80 used, 80 equal to another, 0 skipped"
     heldout = {each.text for each in task.heldout}
-    assert heldout == {f"{n}+1" for n in range(80) if held_out(f"{n}+1", 0.3) or held_out(f"{n} + 1", 0.3)}
+    assert heldout == {f"{n}+1" for n in range(80) if held_out(f"{n}+1") or held_out(f"{n} + 1")}
     assert not heldout & {each.text for each in task.train}
     few = load_task(write(rows, template="{question:compact}", num_train=10, num_heldout=2))
     assert (len(few.train), len(few.heldout)) == (10, 2)
@@ -250,8 +251,8 @@ def test_questions_of_a_dataset_are_counted_by_their_prompts_and_split_by_the_qu
     )  # fmt: skip
     split = gym_problems(config)
     assert split.rows.startswith(f"{split.num_read} read, 46 used, {split.num_read - split.num_distinct} equal")
-    assert all(held_out(each.question, config.heldout_share) for each in split.heldout)
-    assert not any(held_out(each.question, config.heldout_share) for each in split.train)
+    assert all(held_out(each.question) for each in split.heldout)
+    assert not any(held_out(each.question) for each in split.train)
 
 
 # --- what a process keeps --------------------------------------------------------------------------------

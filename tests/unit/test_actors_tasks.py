@@ -58,9 +58,8 @@ def test_the_split_is_by_question_so_seeds_and_templates_share_no_held_out_quest
     heldout = {problem.question for task in (one, two) for problem in task.heldout}
     train = {problem.question for task in (one, two) for problem in task.train}
     assert not heldout & train
-    assert all(held_out(question, 0.125) for question in heldout)
-    shares = [sum(held_out(str(n), share) for n in range(4000)) / 4000 for share in (0.125, 0.5)]
-    assert shares == pytest.approx([0.125, 0.5], abs=0.03)
+    assert all(held_out(question) for question in heldout)
+    assert sum(held_out(str(n)) for n in range(4000)) / 4000 == pytest.approx(0.125, abs=0.03)
 
 
 @pytest.mark.process
@@ -93,7 +92,7 @@ def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(
     task = load_task(file_task)
     assert len(task.train) + len(task.heldout) == 61
     assert task.rows == "62 read, 61 used, 1 equal to another, 0 skipped", "white space counts"
-    assert all(held_out(problem.question, 0.125) for problem in task.heldout)
+    assert all(held_out(problem.question) for problem in task.heldout)
     exact, short = task.rewards
     assert (exact.name, short.name) == ("exact", "short")
     problem = task.prompt(0)
@@ -198,7 +197,9 @@ def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_p
         check_task(file_task.model_copy(update={"path": str(tmp_path / "bad.jsonl")}))
 
 
-def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_what_it_needs(file_task):
+def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_what_it_needs(file_task, monkeypatch):
+    monkeypatch.setattr("actors.tasks.prompts.HELDOUT_SHARE", 0.5)
+
     class Letters:
         def encode(self, texts):
             return [list(text.encode()) for text in texts]
@@ -208,7 +209,7 @@ def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_wha
             return [[] for _ in texts]
 
     def task(codec):
-        split, _ = file_problems(file_task.model_copy(update={"heldout_share": 0.5}), None, codec)
+        split, _ = file_problems(file_task, None, codec)
         return Task(split.train, split.heldout, (), split.rows, split.store)
 
     whole = task(Letters())
@@ -244,7 +245,8 @@ def test_the_check_before_a_run_looks_at_some_prompts_of_many_and_always_at_the_
             self.seen += texts
             return [list(text.encode()) for text in texts]
 
-    task = load_task(file_task.model_copy(update={"heldout_share": 0.5}))
+    monkeypatch.setattr("actors.tasks.prompts.HELDOUT_SHARE", 0.5)
+    task = load_task(file_task)
     for key, value in (("MOST_LOOKED_AT", 8), ("MOST_BYTES", 20)):
         monkeypatch.setattr(f"actors.tasks.task.{key}", value)
         Letters.seen.clear()
@@ -308,14 +310,15 @@ def test_a_mark_of_the_order_of_bytes_is_read_over(tmp_path, file_task):
 @pytest.mark.parametrize("own_file", [False, True])
 def test_a_large_file_holds_out_no_more_than_an_evaluation_can_answer(tmp_path, file_task, monkeypatch, own_file):
     monkeypatch.setattr("actors.tasks.prompts.MOST_HELDOUT", 5)
-    changes = {"heldout_share": 0.5}
+    monkeypatch.setattr("actors.tasks.prompts.HELDOUT_SHARE", 0.5)
+    changes = {}
     if own_file:
         rows = [{"question": f"{a} + 1 ?", "answer": str(a + 1)} for a in range(50, 90)]
         (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         changes = {"heldout_path": str(tmp_path / "test.jsonl")}
     task = load_task(file_task.model_copy(update=changes))
     assert len(task.heldout) == 5
-    assert own_file or not any(held_out(problem.question, 0.5) for problem in task.train), "the rest does not train"
+    assert own_file or not any(held_out(problem.question) for problem in task.train), "the rest does not train"
     assert len(load_task(file_task.model_copy(update={**changes, "num_heldout": 7})).heldout) == 7
 
 

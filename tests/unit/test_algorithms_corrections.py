@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from algorithms.corrections import (
+    CISPO,
+    GSPO,
+    Clip,
     GeometricMask,
     IcePop,
+    SequenceClip,
     SequenceTIS,
     TokenTIS,
     importance_weights,
-    surrogate_of,
 )
-from algorithms.surrogates import CISPO, DPPO, GSPO, VESPO, SequenceClip, TokenClip
 from tests.unit.loss_batches import make_inputs
 
 LENGTHS = [2, 1, 0, 3]
@@ -92,7 +94,7 @@ def test_log_ratios_are_clamped_before_they_become_weights(dtype):
 
 
 SURROGATES = {
-    "clip": TokenClip(clip_low=0.1, clip_high=0.3),
+    "clip": Clip(clip_low=0.1, clip_high=0.3),
     "sequence_clip": SequenceClip(clip_low=0.1, clip_high=0.3),
     "gspo": GSPO(clip_low=0.1, clip_high=0.3),
     "cispo": CISPO(low=0.9, high=1.3),
@@ -157,63 +159,3 @@ def test_clipping_changes_nothing_and_counts_nothing_without_an_advantage(kind):
 @pytest.mark.parametrize("kind", SURROGATES)
 def test_at_the_start_of_a_draw_every_surrogate_is_the_policy_gradient(kind):
     assert surrogate(kind, 2.0, [1.0, 1.0, 1.0])[1] == pytest.approx([2.0] * 3)
-
-
-def test_the_list_names_the_surrogate_and_without_one_the_default_counts():
-    default = TokenClip()
-    assert surrogate_of([TokenTIS(), GSPO(), IcePop()], default) == GSPO()
-    assert surrogate_of([TokenTIS(), IcePop()], default) is default
-
-
-def of_sampled(surrogate, mu, pi, advantage):
-    """Objective's slope at each token and where it was bounded, of one sequence with these probabilities."""
-    leaf_T = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
-    inputs = make_inputs(groups=[0], lengths=[len(pi)])
-    inputs = replace(inputs, logprobs_T=leaf_T, behaviour_logprobs_T=torch.tensor(mu, dtype=torch.float64).log())
-    found = surrogate.objective(inputs, torch.full_like(leaf_T, advantage).detach())
-    (slope_T,) = torch.autograd.grad(found.objective_T.sum(), leaf_T)
-    assert torch.equal(slope_T, found.weight_T * advantage)
-    return slope_T.tolist(), found.low_T.tolist(), found.high_T.tolist()
-
-
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_vespo_weighs_a_sequence_softly_on_both_sides_of_where_it_was_sampled(advantage):
-    mu = [0.5, 0.5]
-
-    def weight(pi):
-        slope, low, high = of_sampled(VESPO(), mu, pi, advantage)
-        assert slope[0] == slope[1], "one weight for all tokens"
-        assert not any(low + high)
-        return slope[0] / advantage
-
-    assert weight(mu) == pytest.approx(1)
-    assert weight([0.9, 0.25 / 0.9]) == pytest.approx(1), "the product counts alone"
-    # phi is greatest at W = k / lambda: 2/3 where A >= 0, 3/2 below
-    top = (2 / 3 if advantage > 0 else 3 / 2) * 0.25
-    greatest = weight([math.sqrt(top)] * 2)
-    for W in (0.02, 0.2, 0.9):
-        assert weight([math.sqrt(W)] * 2) <= greatest + 1e-12
-    assert weight([1e-4, 1e-4]) < 1e-6
-    assert weight([1.0, 1.0]) == pytest.approx(4**2 * math.exp(3 - 12) if advantage > 0 else 4**3 * math.exp(2 - 8))
-
-
-def test_dppo_lets_rare_tokens_move_by_factors_and_holds_common_ones_by_probability():
-    dppo = DPPO(threshold=0.15, cap=4.0)
-    mu, pi = [0.001, 0.5, 0.5, 0.5], [0.01, 0.6, 0.7, 0.3]
-    slope, low, high = of_sampled(dppo, mu, pi, 1.0)
-    assert slope == pytest.approx([4.0, 1.2, 0.0, 0.6]), "ten times as likely, and cut at the cap alone"
-    assert (low, high) == ([False] * 4, [False, False, True, False])
-    slope, low, high = of_sampled(dppo, mu, pi, -1.0)
-    assert slope == pytest.approx([-4.0, -1.2, -1.4, 0.0])
-    assert (low, high) == ([False, False, False, True], [False] * 4)
-    # KL of (0.5, 0.5) from (0.7, 0.3) is 0.0872
-    for threshold, is_held in ((0.08, True), (0.09, False)):
-        slope, _, high = of_sampled(DPPO(divergence="kl", threshold=threshold), [0.5], [0.7], 1.0)
-        assert high == [is_held]
-        assert slope == pytest.approx([0.0 if is_held else 1.4])
-
-
-def test_dppo_by_kl_is_finite_where_a_token_was_certain():
-    slope, _, high = of_sampled(DPPO(divergence="kl"), [1.0, 1.0], [1.0, 0.5], 1.0)
-    assert slope == pytest.approx([1.0, 0.5])
-    assert not any(high)

@@ -40,7 +40,7 @@ def test_loss_gradients_weights_and_shares_follow_the_formula(config, seed):
     torch.testing.assert_close(value_slope_T, torch.tensor(hand.value_slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
     weights_T = loss_for(config)(inputs).weights_T
     # pi_prox / mu is 1 there: nothing is weighed
-    assert (weights_T is None) == (config.proximal == "behaviour" and not config.is_weighed_whole)
+    assert (weights_T is None) == (config.proximal == "behaviour")
     if weights_T is not None:
         torch.testing.assert_close(weights_T, torch.tensor(hand.weight_T, dtype=torch.float64), rtol=0, atol=1e-12)
     names = {"low": "off_policy/clip_frac_low", "high": "off_policy/clip_frac_high", "value": "ppo/value_clip_frac"}
@@ -81,7 +81,7 @@ def test_where_a_draw_is_one_update_nothing_is_ever_clipped():
     inputs = make_inputs()
     first = replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
     for config in PPO_CONFIGS.values():
-        if config.proximal == "draw_start" and not config.is_weighed_whole:
+        if config.proximal == "draw_start":
             metrics = loss_for(config)(first).metrics
             assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
     # with the sampling policy as the centre, stale data eat the trust region at once
@@ -123,7 +123,7 @@ def test_kl_to_the_reference_is_logged_and_pulls_towards_it(kl_in, per_token):
     inputs = make_inputs(rewards_B=torch.ones(9, dtype=torch.float64), values_T=torch.zeros(22).double())
     inputs = replace(inputs, old_values_T=inputs.values_T, finished_B=torch.ones(9, dtype=torch.bool))
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
-    keys = {"baseline": "critic", "gae_lambda": 0.0} if per_token else {}
+    keys = {"baseline": "value_head", "gae_lambda": 0.0} if per_token else {}
     config = OffPolicyPPOConfig(**keys, kl_beta=0.4, kl_in=kl_in)
     _, slope_T, _, metrics = evaluate(config, fresh)
     log_ratio_T = fresh.logprobs_T - fresh.reference_logprobs_T
@@ -333,12 +333,12 @@ def test_a_value_that_was_not_clipped_is_not_counted_as_clipped():
     near = replace(inputs, values_T=inputs.values_T * 0.1, old_values_T=inputs.old_values_T * 0.19)
     moved_T = near.old_values_T + (near.values_T - near.old_values_T)
     assert not torch.equal(moved_T, near.values_T)
-    metrics = evaluate(OffPolicyPPOConfig(baseline="critic"), near)[3]
+    metrics = evaluate(OffPolicyPPOConfig(baseline="value_head"), near)[3]
     assert metrics["ppo/value_clip_frac"] == 0
 
 
 def test_explained_variance_compares_the_old_values_with_the_returns():
-    config = OffPolicyPPOConfig(baseline="critic", gae_lambda=1.0)  # returns are the rewards
+    config = OffPolicyPPOConfig(baseline="value_head", gae_lambda=1.0)  # returns are the rewards
     inputs = make_inputs(finished_B=torch.ones(9, dtype=torch.bool))
     returns_T = inputs.rewards_B[inputs.sequence_T]
     explained = {}
@@ -375,25 +375,8 @@ def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
         ({"corrections": ["icepop", {"type": "icepop", "high": 3.0}]}, "names 'icepop' twice"),
         ({"corrections": ["token_tis"], "proximal": "behaviour"}, "'token_tis' acts on pi_prox / mu, which is 1"),
         ({"corrections": ["gspo"], "clip_low": 0.1}, "clip_low is not read with the correction 'gspo'"),
-        (
-            {"corrections": ["dppo", "token_tis"]},
-            "'token_tis' acts on pi_prox / mu, and 'dppo' weighs by pi / mu itself",
-        ),
-        (
-            {"corrections": ["dppo"], "entropy_coef": 0.1},
-            "entropy_coef is weighed by pi_prox / mu, which 'dppo' has none",
-        ),
-        (
-            {"corrections": ["vespo"], "kl_beta": 0.1, "kl_in": "loss_k3"},
-            "kl_in = 'loss_k3' is weighed by pi_prox",
-        ),
         ({"kl_in": "loss"}, "kl_in is read with kl_beta above 0 alone: remove it"),
-        ({"critic": "model"}, "critic is read with baseline = 'critic' alone"),
-        ({"gae_lambda": 0.9}, "gae_lambda is read with baseline = 'critic' alone"),
-        (
-            {"proximal": "interpolated", "corrections": ["vespo"]},
-            "proximal is read with a clipped surrogate or a KL in",
-        ),
+        ({"gae_lambda": 0.9}, "gae_lambda is read with baseline = 'value_head' or 'critic' alone"),
         ({"mean_over": 0.0}, "mean_over"),
         ({"mean_over": "sequence"}, "mean_over"),
         ({"baseline": "maxrl", "kl_beta": 0.1}, "'maxrl' takes rewards of 0 or more, and kl_in = 'reward' would"),
@@ -406,7 +389,7 @@ def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
         ({"corrections": [{"type": "token_tis", "cap": math.inf}]}, "cap"),
         ({"kl_beta": -0.1}, "kl_beta"),
         ({"kl_beta": math.nan}, "kl_beta"),
-        ({"gae_lambda": 1.1, "baseline": "critic"}, "gae_lambda"),
+        ({"gae_lambda": 1.1, "baseline": "value_head"}, "gae_lambda"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_by_name(keys, message):
@@ -415,7 +398,7 @@ def test_keys_that_contradict_each_other_are_refused_by_name(keys, message):
 
 
 def test_the_needs_follow_from_the_keys():
-    needs = OffPolicyPPOConfig(baseline="critic", critic="model", kl_beta=0.1).needs
+    needs = OffPolicyPPOConfig(baseline="critic", kl_beta=0.1).needs
     assert (needs.groups, needs.reference, needs.behaviour, needs.critic) == (False, True, True, "model")
     needs = OffPolicyPPOConfig().needs
     assert (needs.groups, needs.reference, needs.behaviour, needs.critic) == (True, False, True, None)

@@ -168,22 +168,16 @@ def test_a_mask_has_other_places_of_rest():
     assert (found - optimum).abs().max() > 0.5
 
 
-def test_beta_moves_linearly_and_stays_at_its_end():
-    config = TrajectoryBalanceConfig(beta=1.0, beta_final=0.2, beta_steps=4)
-    assert [round(config.beta_at(step), 9) for step in (0, 1, 2, 4, 9)] == [1.0, 0.8, 0.6, 0.2, 0.2]
-    late = make_inputs(step=2)
-    assert gradient(config, late)[0] == gradient(TrajectoryBalanceConfig(beta=config.beta_at(2)), late)[0]
-    assert loss_for(config)(late).metrics["tb/beta"] == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize("half", [{"beta_steps": 4}, {"beta_final": 0.2}])
-def test_a_schedule_with_one_end_is_refused(half):
-    with pytest.raises(ValidationError, match=r"beta_final = .* beta_steps = .* needs both"):
-        TrajectoryBalanceConfig(beta=1.0, **half)
+@pytest.mark.parametrize(("progress", "beta"), [(0.0, 1.0), (0.25, 0.875), (1.0, 0.5)])
+def test_beta_moves_linearly_over_the_run(progress, beta):
+    config = TrajectoryBalanceConfig(beta=1.0, beta_final=0.5)
+    inputs = make_inputs(progress=progress)
+    assert gradient(config, inputs)[0] == gradient(TrajectoryBalanceConfig(beta=beta), inputs)[0]
+    assert loss_for(config)(inputs).metrics["tb/beta"] == beta
 
 
 @pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan])
 def test_a_beta_that_is_no_temperature_is_refused(beta):
-    for key in ({"beta": beta}, {"beta_final": beta, "beta_steps": 3}):
+    for key in ({"beta": beta}, {"beta_final": beta}):
         with pytest.raises(ValidationError, match=next(iter(key))):
             TrajectoryBalanceConfig(**key)

@@ -148,7 +148,7 @@ def test_a_loss_reads_the_tokens_of_its_samples(small_world):
     draw = draw_from(uniform(), small_world)
     choices_PC, values_PN = small_world.reference()
     groups = torch.tensor([90, 3])
-    inputs = training.loss_inputs(draw, groups, 3 * choices_PC, values_PN + 1, step=11, lag=5)
+    inputs = training.loss_inputs(draw, groups, 3 * choices_PC, values_PN + 1, lag=5)
     assert set(inputs.lag_T.tolist()) == {5}
     prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
     sequence_B = draw.sequences_GK[groups].flatten()

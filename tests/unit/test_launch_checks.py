@@ -363,7 +363,7 @@ def test_a_weights_folder_with_the_versions_of_an_earlier_run_is_refused(capsys,
     ("algorithm", "groups", "expected"),
     [
         ('type = "off_policy_ppo"', 4, "off_policy_ppo compares the samples of a prompt"),
-        ('type = "off_policy_ppo"\nbaseline = "critic"\ncritic = "model"', 4, None),
+        ('type = "off_policy_ppo"\nbaseline = "critic"', 4, None),
         ('type = "off_policy_ppo"\nbaseline = "batch"', 4, None),
         ('type = "off_policy_ppo"\nbaseline = "batch"', 1, "off_policy_ppo compares the samples of an update"),
     ],

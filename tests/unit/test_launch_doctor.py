@@ -302,7 +302,7 @@ def test_a_learner_on_gpus_takes_less_memory_and_a_critic_more(smollm2):
     on_gpu = smollm2("--learner.gpus", "1").memory.size_bytes
     assert on_gpu == in_memory - (16 + 4) * num
     assert smollm2("--learner.gpus", "1", "--learner.reference_offload", "cpu").memory.size_bytes == on_gpu + 4 * num
-    critic = ["--algorithm.baseline", "critic", "--algorithm.critic", "model"]
+    critic = ["--algorithm.baseline", "critic"]
     with_critic = smollm2(*critic, example="demo-ppo").memory.size_bytes
     assert with_critic == smollm2(example="demo-ppo").memory.size_bytes + (16 + 12) * num
 

@@ -183,7 +183,7 @@ def test_a_stage_that_does_not_fit_is_told_with_what_helps(monkeypatch):
     [
         ({"kl_beta": 0.1, "kl_in": "loss", "proximal": "behaviour"}, True),
         ({}, True),
-        ({"baseline": "critic", "proximal": "behaviour"}, True),
+        ({"baseline": "value_head", "proximal": "behaviour"}, True),
         ({"proximal": "behaviour"}, False),
     ],
 )

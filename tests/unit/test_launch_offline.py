@@ -155,7 +155,7 @@ def test_what_a_loss_does_not_read_may_be_missing(train, tmp_path):
     path = samples(tmp_path / "samples.jsonl", logprobs=None)
     assert train(path, "--algorithm.corrections", "[]")[0] == ExitStatus.OK
     alone = samples(tmp_path / "alone.jsonl", 12, 1, group=lambda group, _: group)
-    status, out, err = train(alone, "--algorithm.baseline", "critic", config=DEMO.with_name("demo-ppo.toml"))
+    status, out, err = train(alone, "--algorithm.baseline", "value_head", config=DEMO.with_name("demo-ppo.toml"))
     assert status == ExitStatus.OK, err
     assert "12 of them to train on" in out
 

@@ -339,7 +339,7 @@ def test_a_profile_of_an_algorithm_without_its_critic_is_none_of_it_with_one():
     found = profile(settings=profiling.settings_of(with_ppo()))
     world_of(with_ppo(), found)
     with pytest.raises(ConfigError, match="taken with the algorithm's critic = None, and the config has 'head'"):
-        world_of(with_ppo(baseline="critic"), found)
+        world_of(with_ppo(baseline="value_head"), found)
 
 
 def run_of(tmp_path, name, *overrides):
@@ -509,7 +509,7 @@ def test_runs_that_are_profiled_have_weights_of_their_own_beside_those_of_the_co
 def test_a_forward_pass_is_saved_only_where_there_is_none_of_the_draw_anyway():
     shaped, twice = {"kl_beta": 0.1, "kl_in": "reward"}, ["--learner.num_epochs", "2"]
     saving = [load_config(DEMO), load_config(DEMO, twice), with_ppo(**shaped)]
-    others = [with_ppo(*twice, **shaped), with_ppo(baseline="critic")]
+    others = [with_ppo(*twice, **shaped), with_ppo(baseline="value_head")]
     assert [profiling.shape_of(each).saves_pass for each in (*saving, *others)] == [True] * 3 + [False] * 2
     assert profiling.shape_of(load_config(DEMO, ["--learner.num_minibatches", "4"])).num_minibatches == 4
     rows = [{"step": 1, "batch/tokens": 100, "batch/micro_batches": 2, "time/step": 1.0, **more}

@@ -68,7 +68,7 @@ def test_the_page_of_an_algorithm_names_every_knob_and_every_metric_of_it(name):
 def test_the_page_of_ppo_names_every_correction():
     page = (ROOT / "docs" / "algorithms" / "off_policy_ppo.md").read_text()
     names = {each.model_fields["type"].default for each in (*get_args(AnyWeight), *get_args(AnySurrogate))}
-    assert len(names) == 9
+    assert len(names) == 7
     assert sorted(name for name in names if f"| `{name}` |" not in page) == []
 
 
@@ -78,4 +78,4 @@ def test_every_key_is_listed_once_and_as_basic_or_advanced():
     assert sorted(key for key in set(keys) if keys.count(key) > 1) == []
     levels = [row[3].strip() for row in rows if "[" not in row[1]]
     assert set(levels) == {"basic", "advanced"}
-    assert len(levels) / 4 < levels.count("basic") < len(levels) / 2, "about a third are basic"
+    assert len(levels) / 4 < levels.count("basic") < 2 * len(levels) / 3, "about half are basic"

@@ -43,8 +43,8 @@ SHAPE = {
 }
 CONFIG = LearnerConfig(learning_rate=1e-2)
 BALANCE = TrajectoryBalanceConfig()
-CRITIC_HEAD = OffPolicyPPOConfig(baseline="critic", critic="head")
-CRITIC_MODEL = OffPolicyPPOConfig(baseline="critic", critic="model")
+CRITIC_HEAD = OffPolicyPPOConfig(baseline="value_head")
+CRITIC_MODEL = OffPolicyPPOConfig(baseline="critic")
 DAMAGES = ["flip", "truncate", "lengthen", "missing"]
 
 

@@ -64,11 +64,11 @@ def test_values_are_computed_in_float32_also_where_the_model_runs_in_bfloat16(mo
     torch.testing.assert_close(output[0, 1, where], torch.full((len(where),), 1.001))
 
 
-@pytest.mark.parametrize("critic", ["head", "model"])
-def test_a_critic_learns_the_value_of_rewards_it_sees(models, critic, monkeypatch):
+@pytest.mark.parametrize("baseline", ["value_head", "critic"])
+def test_a_critic_learns_the_value_of_rewards_it_sees(models, baseline, monkeypatch):
     """Rewards depend on the prompt alone, so values can know them: the value loss falls by far."""
     monkeypatch.setattr("algorithms.off_policy_ppo.VALUE_CLIP", 100.0)  # 0.2 a draw would take long
-    algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic, gae_lambda=1.0)
+    algorithm = OffPolicyPPOConfig(baseline=baseline, gae_lambda=1.0)
     config = LearnerConfig(learning_rate=1e-6, critic_learning_rate=3e-2, num_epochs=2, max_grad_norm=100)
     with alone():
         networks, reference = make_networks(models / "untied", config, algorithm)
@@ -86,9 +86,9 @@ def test_a_critic_learns_the_value_of_rewards_it_sees(models, critic, monkeypatc
 
 
 @pytest.mark.parametrize("proximal", ["draw_start", "behaviour"])
-@pytest.mark.parametrize("critic", ["head", "model"])
-def test_old_values_stay_those_of_the_start_of_the_draw_over_all_its_updates(models, critic, proximal, monkeypatch):
-    algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic, proximal=proximal)
+@pytest.mark.parametrize("baseline", ["value_head", "critic"])
+def test_old_values_stay_those_of_the_start_of_the_draw_over_all_its_updates(models, baseline, proximal, monkeypatch):
+    algorithm = OffPolicyPPOConfig(baseline=baseline, proximal=proximal)
     config = LearnerConfig(learning_rate=1e-2, num_minibatches=2, num_epochs=2)
     seen = []
     inputs = StepBatch.loss_inputs

@@ -281,15 +281,15 @@ def test_a_reference_in_bfloat16_scores_as_the_policy_of_the_start_and_has_no_fl
 
 
 def test_the_states_of_policy_reference_and_critic_are_float32(networks_of):
-    algorithm = OffPolicyPPOConfig(baseline="critic", critic="model", kl_beta=0.1)
+    algorithm = OffPolicyPPOConfig(baseline="critic", kl_beta=0.1)
     networks, reference = networks_of("untied", algorithm)
     modules = [module for network in networks.all for module in network.modules] + [*reference.pipelines[0].modules]
     assert [module.states_dtype for module in modules] == [torch.float32] * 3
 
 
 def test_value_heads_stay_float32_and_learn(networks_of):
-    for critic in ("head", "model"):
-        algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic)
+    for baseline in ("value_head", "critic"):
+        algorithm = OffPolicyPPOConfig(baseline=baseline)
         networks, reference = networks_of("untied", algorithm)
         head = (networks.critic or networks.policy).modules[-1].value_head
         assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}

@@ -29,8 +29,8 @@ from tests.world.learner import (
     weights_of,
 )
 
-HEAD = OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)
-MODEL = OffPolicyPPOConfig(baseline="critic", critic="model")
+HEAD = OffPolicyPPOConfig(baseline="value_head", kl_beta=0.1)
+MODEL = OffPolicyPPOConfig(baseline="critic")
 
 
 @pytest.fixture
@@ -244,6 +244,19 @@ def test_the_learning_rate_warms_up_and_decays_to_nothing():
 def test_the_learning_rate_follows_updates_and_ends_with_the_last_step():
     config = LearnerConfig(learning_rate=1.0, warmup_steps=1, num_steps=3, num_minibatches=2, lr_schedule="linear")
     assert [learning_rate(config, update) for update in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_beta_goes_to_its_end_over_the_updates_of_the_run(train_step, one_pass):
+    algorithm = TrajectoryBalanceConfig(beta=1.0, beta_final=0.5, corrections=[])
+    step, _ = train_step(algorithm, one_pass=one_pass, num_steps=2, num_minibatches=2, learning_rate=1e-9)
+    betas, norms = [], []
+    for version in (0, 2, 4):
+        updates = step.run(build(make_rows(0), version=version), 0).updates
+        betas += [update.metrics["tb/beta"] for update in updates]
+        norms.append(updates[0].result.grad_norms[0])
+    assert betas == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    assert norms[0] < norms[1] < norms[2], "the gradient is of 1 / beta"
 
 
 def test_figures_of_a_step_are_means_over_its_updates_by_completion_tokens(train_step):
