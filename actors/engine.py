@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from actors.admission import KvCache
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, KvCache
 from actors.engine_output import (
     EngineError,
     EngineReport,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from actors.admission import KvCache
+from actors.config import KvCache
 from buffer.schema import HANDED_ON, Prefix, VersionSpan
 from common.staleness import PolicyVersion
 

@@ -21,10 +21,9 @@ from typing import Any
 
 from actors.config import ActorSections
 from actors.engine import Engine
-from actors.held import GOODBYE_S, Goodbye, HandingOn, HeldLease, settled
-from actors.report import ActorReport, actor_name
+from actors.report import ActorReport, EvalRequest, EvalResult, actor_name
 from actors.rewards import Scorer, ScorerLimits
-from actors.sample import Completed, EvalRequest, EvalResult, SampleFailed, SampleMaker
+from actors.sample import GOODBYE_S, Completed, HandingOn, HeldLease, SampleFailed, SampleMaker, settled
 from actors.tasks import Task, load_encoded
 from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
@@ -148,7 +147,8 @@ class ActorLoop:
         self._hand_on_at = 0
         """Tokens at which samples continue elsewhere, as the buffer says; 0: none does."""
         self._waiting = "starting"
-        self.goodbye = Goodbye()
+        self.goodbye = 0, 0
+        """Samples that `run` handed on at its end, and tokens that were lost."""
 
     # --- life -------------------------------------------------------------------------------------
 

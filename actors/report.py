@@ -1,4 +1,4 @@
-"""What an actor reports to the launcher: counts, when it was busy, and what it waits for."""
+"""What an actor reports to the launcher: counts, when it was busy, what it waits for, and how held-out answers are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from actors.engine_output import EngineReport
 from actors.rewards import FailingReward
 from common.process import wall_time
+from common.staleness import PolicyVersion
 
 _MAX_INTERVALS = 4096
 """If nothing takes them, the oldest are dropped beyond this number."""
@@ -70,6 +71,49 @@ class ActorReport:
     waiting_s: float
     """0.0 if unknown."""
     engine: EngineReport
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """Evaluate every `num_shards`-th of the first `num_problems` held-out problems, from `shard` on."""
+
+    num_problems: int
+    shard: int = 0
+    num_shards: int = 1
+    min_version: PolicyVersion | None = None
+    """Wait for this version or a newer one; None takes what the engine serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalCounts:
+    """One answer per problem. Shards add up, field by field."""
+
+    num_correct: int = 0
+    num_scored: int = 0
+    num_failed: int = 0
+    """Generation or a reward function failed, or none applied: neither right nor wrong."""
+
+    def __add__(self, other: EvalCounts) -> EvalCounts:
+        return EvalCounts(
+            self.num_correct + other.num_correct,
+            self.num_scored + other.num_scored,
+            self.num_failed + other.num_failed,
+        )
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of correct among scored answers; None if none was scored."""
+        return self.num_correct / self.num_scored if self.num_scored else None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Result of one actor for its shard."""
+
+    version: PolicyVersion
+    num_problems: int
+    greedy: EvalCounts
+    sampled: EvalCounts
 
 
 @dataclass(slots=True)

@@ -1,39 +1,51 @@
-"""Single answers to prompts: samples to train on, and answers to held-out problems, outside the ledger."""
+"""Single answers to prompts: samples to train on, and answers to held-out problems, outside the ledger.
+
+SampleMaker  generates and scores them
+HeldLease    a lease and its samples
+HandingOn    requeues unfinished samples with their tokens, or has the buffer keep what there is of them
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from actors.admission import KvSample, SampleKey, admission_of
-from actors.config import ActorsConfig
-from actors.engine import Engine, EngineDead
+from actors.config import ActorsConfig, KvSample, admission_of
+from actors.engine import Engine, EngineDead, RequestKey
 from actors.engine_output import Generation
-from actors.report import BusyClock, Counts
+from actors.report import BusyClock, Counts, EvalCounts, EvalRequest, EvalResult
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
 from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
+from buffer.client import BufferClient, Granted
 from buffer.ledger import GENERATION_FAILED
 from buffer.protocol import Lease
 from buffer.schema import HANDED_ON, Prefix, Trajectory
 from common.process import wall_time
-from common.staleness import PolicyVersion
 
 _log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 GENERATE_TIMEOUT_S = 3600.0
 """A sample that takes longer counts as failed: 32,000 tokens at 9 a second take less. An answer of an evaluation may
 take twice that, for it may wait for samples."""
 SAMPLED_TEMPERATURE = 1.0
+KEEP_EVERY_S = 300.0
+"""Seconds between two saves of partial rollouts in the buffer; bounds what a killed actor loses."""
+GOODBYE_S = 5.0
+"""Bound of letting go of all that is held."""
 MOST_COLUMN_BYTES = 64 * 2**10
 """Of a row as JSON, which each of its samples carries: unit tests may be megabytes."""
 
@@ -53,49 +65,6 @@ def kept_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _say_left_out(name: str) -> None:
     _log.warning("column '%s' of some rows is too large to be stored with every sample, and is left out there", name)
-
-
-@dataclass(frozen=True, slots=True)
-class EvalRequest:
-    """Evaluate every `num_shards`-th of the first `num_problems` held-out problems, from `shard` on."""
-
-    num_problems: int
-    shard: int = 0
-    num_shards: int = 1
-    min_version: PolicyVersion | None = None
-    """Wait for this version or a newer one; None takes what the engine serves."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvalCounts:
-    """One answer per problem. Shards add up, field by field."""
-
-    num_correct: int = 0
-    num_scored: int = 0
-    num_failed: int = 0
-    """Generation or a reward function failed, or none applied: neither right nor wrong."""
-
-    def __add__(self, other: EvalCounts) -> EvalCounts:
-        return EvalCounts(
-            self.num_correct + other.num_correct,
-            self.num_scored + other.num_scored,
-            self.num_failed + other.num_failed,
-        )
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of correct among scored answers; None if none was scored."""
-        return self.num_correct / self.num_scored if self.num_scored else None
-
-
-@dataclass(frozen=True, slots=True)
-class EvalResult:
-    """Result of one actor for its shard."""
-
-    version: PolicyVersion
-    num_problems: int
-    greedy: EvalCounts
-    sampled: EvalCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +110,7 @@ class SampleMaker:
         self.admission = admission_of(config, engine.cache, lambda: engine.num_steps)
         # its own, for samples hold theirs while an evaluation keeps them waiting
         self._evaluation_slots = asyncio.Semaphore(self.admission.num_sure)
-        self._started_s: dict[SampleKey, float] = {}
+        self._started_s: dict[RequestKey, float] = {}
         self.busy = BusyClock()
         self.counts = Counts()
 
@@ -186,7 +155,7 @@ class SampleMaker:
 
     def _to_run(
         self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: int
-    ) -> tuple[SampleKey, KvSample]:
+    ) -> tuple[RequestKey, KvSample]:
         """Return a sample's key in the engine, and what it may come to hold of the engine's cache."""
         longest, there = self._config.max_new_tokens, 0 if prefix is None else len(prefix.token_ids)
         limit = longest if prefix is not None else min(longest, hand_on_at or longest)
@@ -194,7 +163,7 @@ class SampleMaker:
             lease.group_id, len(problem.token_ids), limit, there, lease.usual_tokens
         )
 
-    def _free(self, key: SampleKey, sample: KvSample, generation: Generation | None) -> None:
+    def _free(self, key: RequestKey, sample: KvSample, generation: Generation | None) -> None:
         """Free its slot; an interrupted sample says nothing of lengths."""
         num_tokens = 0 if generation is None else len(generation.token_ids)
         is_cut = generation is not None and num_tokens >= sample.limit
@@ -326,3 +295,127 @@ class SampleMaker:
         if scored.reward is None:
             return EvalCounts(num_failed=1)
         return EvalCounts(int(scored.reward >= self._correct_at), 1)
+
+
+# --- what an actor holds, and hands on ------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """Samples are known by their index in the group."""
+
+    lease: Lease
+    problem: Problem
+    open: set[int]
+    """Neither acknowledged nor failed nor handed on."""
+    to_generate: set[int]
+    """Of those, the ones that the engine has not completed."""
+    renew_at_s: float
+    prefixes: dict[int, Prefix]
+    """The tokens that samples continue from."""
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Of samples that generate or score; once a sample is being pushed nothing cancels it."""
+    completed: dict[int, Completed] = field(default_factory=dict)
+    """Samples that have left the engine and are not pushed yet."""
+    left: set[int] = field(default_factory=set)
+    pushing: set[int] = field(default_factory=set)
+
+    @property
+    def unfinished(self) -> set[int]:
+        return self.open - self.pushing
+
+
+class HandingOn:
+    """Hands on the samples of one actor."""
+
+    def __init__(self, name: str, maker: SampleMaker, client: BufferClient) -> None:
+        self._name, self._maker, self._client = name, maker, client
+        self._asked: Future[Granted] | None = None
+
+    async def granted(self, asked: Future[Granted]) -> Granted:
+        """Wait for leases. If cancelled, `leave_all` hands on those that are granted later."""
+        self._asked = asked
+        grant = await settled(asked)
+        self._asked = None
+        return grant
+
+    async def keep(self, leases: Collection[HeldLease]) -> None:
+        """Report the tokens of running samples to the buffer now and then; `leases` may change."""
+        while True:
+            await asyncio.sleep(KEEP_EVERY_S)
+            told = [
+                self._client.hand_on(held.lease, [row.sample_index for row in there], there, goes_on=True)
+                for held in leases
+                if (there := self._there(held, held.to_generate - held.left))
+            ]
+            for each in told:
+                await settled(each)
+
+    async def leave_all(self, leases: Collection[HeldLease]) -> tuple[int, int]:
+        """Hand on all that is held, or granted only now, within `GOODBYE_S`; return samples handed on, and tokens lost.
+
+        Leases that the buffer gets no message about expire.
+        """
+        leases, counts = list(leases), self._maker.counts
+        before = counts.num_handed_on, counts.num_tokens_lost
+        results: list[object] = [TimeoutError(f"no answer within {GOODBYE_S:g} s")]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                leaving = [self.leave(held, held.unfinished) for held in leases]
+                leaving += [self._leave_granted(self._asked)] if self._asked is not None else []
+                results = list(await asyncio.gather(*leaving, return_exceptions=True))
+        errors = [each for each in results if isinstance(each, Exception)]
+        if errors and (remaining := [held for held in leases if held.unfinished]):
+            _log.warning(
+                "%s could not hand on what it had of %d groups, and other actors make it anew: %s",
+                self._name, len(remaining), errors[0],
+            )  # fmt: skip
+            self.count_lost(remaining)
+        return counts.num_handed_on - before[0], counts.num_tokens_lost - before[1]
+
+    async def leave(self, held: HeldLease, indices: set[int]) -> None:
+        """Hand samples of a lease on, with the tokens that they have."""
+        held.left |= indices
+        tasks = {index: held.tasks[index] for index in indices if index in held.tasks}
+        running = {index for index in tasks if self._maker.is_in_engine(held.lease, index)}
+        for index in tasks.keys() - running:  # it waits for a slot or a policy version, or is scored
+            tasks[index].cancel()
+        with contextlib.suppress(EngineDead):
+            await self._maker.interrupt(held.lease, running)
+        if tasks:
+            # within a goodbye the buffer is to be told too
+            await asyncio.wait(tasks.values(), timeout=GOODBYE_S / 2)
+        indices &= held.open
+        await settled(self._client.hand_on(held.lease, sorted(indices), self._there(held, indices)))
+        self._maker.counts.num_handed_on += len(indices & held.open)
+        held.open -= indices
+
+    async def _leave_granted(self, asked: Future[Granted]) -> None:
+        """Hand on what was not begun; what the buffer has of it stays there."""
+        leases = (await settled(asked)).leases
+        for left in [self._client.hand_on(lease, lease.sample_indices, []) for lease in leases]:
+            await settled(left)
+        self._maker.counts.num_handed_on += sum(len(lease.sample_indices) for lease in leases)
+
+    def count_lost(self, leases: Iterable[HeldLease]) -> None:
+        for held in leases:
+            for row in self._there(held, held.unfinished):
+                prefix = held.prefixes.get(row.sample_index)
+                before = 0 if prefix is None else len(prefix.token_ids)
+                self._maker.counts.num_tokens_lost += row.num_completion_tokens - before
+
+    def _there(self, held: HeldLease, indices: Iterable[int]) -> list[Trajectory]:
+        lease, maker = held.lease, self._maker
+        found = {index: held.completed.get(index) or maker.so_far(lease, index) for index in sorted(indices)}
+        return [
+            maker.unfinished(lease, held.problem, index, completed)
+            for index, completed in found.items()
+            if completed is not None and len(completed.generation.token_ids)
+        ]
+
+
+async def settled(future: Future[R]) -> R:
+    """Wait for the buffer, within the client's own bound. Cancelling the wait leaves the request alone: the client owns
+    its futures and must be able to complete them.
+    """
+    return await asyncio.shield(asyncio.wrap_future(future))

@@ -33,8 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from actors.admission import KvSample
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, KvSample
 from actors.engine import Engine
 from actors.report import BusyClock
 from benchmarks.lib.machine import RESULTS, describe_machine

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 from safetensors import SafetensorError
 
-from actors.sample import EvalResult
+from actors.report import EvalResult
 from common.files import FULL, write_whole
 from common.hf_folder import ModelFolderError
 from common.run import RunContext

@@ -28,8 +28,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from actors.admission import KvCache, KvSample
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, KvCache, KvSample
 
 K = TypeVar("K", bound=Hashable)
 Floats = npt.NDArray[np.float64]
@@ -312,5 +311,5 @@ class CacheAdmission:
 
 
 def cache_admission(config: ActorsConfig, cache: KvCache | None, now: Callable[[], float]) -> CacheAdmission:
-    """Return the admission of `actors.admission = "cache"`; arguments as `actors.admission.admission_of`."""
+    """Return the admission of `actors.admission = "cache"`; arguments as `actors.config.admission_of`."""
     return CacheAdmission(KvGate(config, cache), now)

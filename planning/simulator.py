@@ -23,7 +23,7 @@ from math import inf
 from random import Random
 from typing import Any
 
-from actors.admission import KvSample
+from actors.config import KvSample
 from common.staleness import PolicyVersion
 from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
 from planning.kv_gate import KvGate

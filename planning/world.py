@@ -11,8 +11,7 @@ from heapq import heappop, heappush
 from math import inf, sqrt
 from typing import Any, Generic, Literal, TypeVar
 
-from actors.admission import KvCache
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, KvCache
 from buffer.config import BufferConfig
 from common.staleness import StalenessContract
 from planning.costs import TokenTime

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from ray.exceptions import RayTaskError
 
 from actors.config import ActorsConfig, ActorSections
-from actors.report import ActorReport, actor_name
-from actors.sample import EvalRequest, EvalResult
+from actors.report import ActorReport, EvalRequest, EvalResult, actor_name
 from common.process import uncollected
 from common.run import RunContext
 from launch.processes.role_process import Role

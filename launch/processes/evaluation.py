@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.sample import EvalCounts, EvalRequest, EvalResult
+from actors.report import EvalCounts, EvalRequest, EvalResult
 from common.staleness import PolicyVersion
 from launch.observe.status import Accuracy
 from launch.processes.actor_pools import ActorProcess

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from actors.config import ActorsConfig
 from actors.loop import ActorLoop
-from actors.sample import EvalRequest
+from actors.report import EvalRequest
 from actors.tasks.config import ReasoningGymTask
 from buffer.client import BufferClient
 from buffer.config import BufferConfig

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.admission import KvCache, KvSample, admission_of
-from actors.config import ActorsConfig
+from actors.config import ActorsConfig, KvCache, KvSample, admission_of
 from planning.kv_gate import CacheAdmission, KvGate
 from tests.unit.fake_actor import until
 

@@ -13,7 +13,8 @@ import pytest
 from actors import loop
 from actors.engine import Engine, EngineDead
 from actors.loop import ActorFenced
-from actors.sample import MOST_COLUMN_BYTES, EvalRequest, kept_columns
+from actors.report import EvalRequest
+from actors.sample import MOST_COLUMN_BYTES, kept_columns
 from actors.weights import ActorError
 from buffer.schema import HANDED_ON, Trajectory, VersionSpan
 from common.staleness import PolicyVersion
@@ -270,7 +271,7 @@ async def test_a_sample_that_outgrows_the_actor_stays_where_nobody_is_faster_any
 
 
 async def test_the_buffer_is_told_now_and_then_what_running_samples_have(monkeypatch):
-    monkeypatch.setattr("actors.held.KEEP_EVERY_S", 0.01)
+    monkeypatch.setattr("actors.sample.KEEP_EVERY_S", 0.01)
     buffer, engine = FakeBuffer(1), FakeEngine(600)
     running = asyncio.create_task(run_to_end(make_actor(buffer, engine)))
     await until(lambda: len(buffer.handed_on) > 2)
@@ -302,7 +303,7 @@ async def test_a_sample_whose_reward_is_not_there_yet_is_handed_on_whole():
 
 
 async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its_engine(monkeypatch):
-    for where in ("actors.loop", "actors.held"):
+    for where in ("actors.loop", "actors.sample"):
         monkeypatch.setattr(f"{where}.GOODBYE_S", 1.0)
     monkeypatch.setattr("actors.loop._CLOSE_S", 0.1)
     buffer, engine, store, gone = FakeBuffer(2), FakeEngine(600), FakeStore(), threading.Event()

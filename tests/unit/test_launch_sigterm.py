@@ -104,7 +104,7 @@ async def test_an_engine_that_dies_of_the_same_signal_makes_no_failure_of_it(mon
 
 
 async def test_a_buffer_that_does_not_answer_keeps_it_no_longer_than_a_goodbye_and_what_was_lost_is_said(monkeypatch):
-    monkeypatch.setattr("actors.held.GOODBYE_S", 1.0)
+    monkeypatch.setattr("actors.sample.GOODBYE_S", 1.0)
     role, buffer, work = await running(monkeypatch, FakeEngine(600))
     buffer.hand_on = lambda *_, **__: Future()
     role.sigterm()
@@ -113,7 +113,7 @@ async def test_a_buffer_that_does_not_answer_keeps_it_no_longer_than_a_goodbye_a
 
 
 async def test_samples_that_do_not_end_in_time_are_handed_on_all_the_same(monkeypatch):
-    for where in ("actors.held", "actors.loop", "launch.processes.actor_role"):
+    for where in ("actors.sample", "actors.loop", "launch.processes.actor_role"):
         monkeypatch.setattr(f"{where}.GOODBYE_S", 200.0)
     engine, asked = FakeEngine(600), []
     role, buffer, work = await running(monkeypatch, engine)

@@ -52,7 +52,7 @@ def test_the_help_names_the_verbs_of_planning_and_says_all_of_the_one_that_is_as
 def test_an_actor_whose_key_says_slots_loads_nothing_of_planning():
     shown = """
 import sys
-from actors.admission import admission_of
+from actors.config import admission_of
 from actors.config import ActorsConfig
 for name in ("slots", "cache"):
     admission_of(ActorsConfig(admission=name), None, lambda: 0.0)
