@@ -19,8 +19,8 @@ puller       Puller: the actor's side, which takes a version and keeps it from r
 staging      HostStaging: what a machine fetches, once for all its actors, and resumes where it broke
 host_folder  HostFolder: where that lies, and who may remove it; locks between the processes of a machine
 
-vllm_engine  the plugin that vLLM loads in all its processes: registers the transfer, ties engines to their owner
-vllm_transfer  StoreWeightTransfer: inside vLLM, verifies a version and loads it
+vllm_engine  the plugin that vLLM loads in all its processes: ties engines to their owner; StoreWeightTransfer: inside
+             vLLM, verifies a version and loads it
 
 This package imports nothing by itself; what the service and its clients need starts without torch.
 """

@@ -265,7 +265,7 @@ async def test_weights_of_another_architecture_are_refused_by_name_and_the_old_o
 
 
 async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_its_own_is_read_exactly(world: World):
-    from weight_sync.vllm_transfer import UpdateInfo, fitting_tensors
+    from weight_sync.vllm_engine import UpdateInfo, fitting_tensors
 
     version = world.publish()
     with world.puller.fetch(version) as staged:
