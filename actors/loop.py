@@ -34,6 +34,7 @@ from common.process import DaemonThreads, wall_time
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
+from weight_sync.client import StoreAccess
 from weight_sync.puller import Puller, open_puller
 
 _log = logging.getLogger(__name__)
@@ -75,25 +76,11 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
         scorer = Scorer(task.rewards, limits)
         undo.push_async_callback(scorer.close)
         await scorer.start()
-        puller = await threads.run(
-            lambda: open_puller(
-                config.weight_sync,
-                folder=context.weights_folder,
-                address=context.weights_address,
-                run_id=facts.run_id,
-                name=name,
-                dtype=config.actors.dtype,
-                keys=context.keys,
-            )
-        )
+        folder, address = context.weights_folder, context.weights_address
+        access = StoreAccess(config.weight_sync, folder, address, facts.run_id, context.keys)
+        puller = await threads.run(open_puller, access, name, config.actors.dtype)
         undo.push_async_callback(threads.run, puller.close)
-        client = BufferClient(
-            context.buffer_address,
-            run_id=facts.run_id,
-            role="actor",
-            name=name,
-            keys=context.keys,
-        )
+        client = BufferClient(context.buffer_address, run_id=facts.run_id, role="actor", name=name, keys=context.keys)
         undo.push_async_callback(threads.run, client.close)
         served = await threads.run(prepare_serving_model, context.model_path, context.folder / "serving_models")
         engine = await Engine.start(served, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number)

@@ -53,7 +53,7 @@ from learner.networks import build_reference, load_networks
 from learner.packing import CostModel, PackingRule, micro_batches_asked
 from learner.report import BadBatches, BadSample, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
-from weight_sync.client import PUBLISH_TIMEOUT_S, open_sink
+from weight_sync.client import PUBLISH_TIMEOUT_S, StoreAccess
 from weight_sync.manifest import PublishFailed
 from weight_sync.publisher import Publisher
 from weight_sync.store import KEPT_VERSIONS
@@ -170,16 +170,10 @@ class Stage:
 
     def _open_publisher(self) -> Publisher:
         context = self._context
-        sink = open_sink(
-            context.config.weight_sync,
-            folder=context.weights_folder,
-            address=context.weights_address,
-            run_id=context.facts.run_id,
-            name=f"stage-{self._place.rank}",
-            keys=context.keys,
-        )
+        folder, address = context.weights_folder, context.weights_address
+        access = StoreAccess(context.config.weight_sync, folder, address, context.facts.run_id, context.keys)
         return Publisher(
-            sink,
+            access.open_sink(f"stage-{self._place.rank}"),
             self._place.stage,
             self._place.num_stages,
             context.serving_dtypes,

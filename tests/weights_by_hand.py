@@ -11,7 +11,7 @@ import numpy as np
 
 from common.rpc.server import Malformed, Request, Unserved
 from common.staleness import PolicyVersion
-from weight_sync.client import WeightClient, open_sink
+from weight_sync.client import StoreAccess, WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import encode_delta
 from weight_sync.manifest import (
@@ -184,14 +184,8 @@ class Machine:
         return client
 
     def puller(self, name: str = "actor-0", dtype: str = "float32", config: WeightSyncConfig | None = None) -> Puller:
-        puller = open_puller(
-            config or self.config,
-            folder=Path("/does/not/exist"),
-            address=self.address,
-            run_id=RUN,
-            name=name,
-            dtype=dtype,
-        )
+        access = StoreAccess(config or self.config, Path("/does/not/exist"), self.address, RUN)
+        puller = open_puller(access, name, dtype)
         self._stack.callback(puller.close)
         return puller
 
@@ -208,7 +202,7 @@ class Machine:
 
 
 def upload_sink(machine: Machine, name: str = "stage-0") -> WeightClient:
-    sink = open_sink(machine.config, folder=machine.folder, address=machine.address, run_id=RUN, name=name)
+    sink = StoreAccess(machine.config, machine.folder, machine.address, RUN).open_sink(name)
     assert isinstance(sink, WeightClient)
     machine.keep(sink)
     return sink

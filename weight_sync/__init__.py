@@ -11,9 +11,9 @@ store        WeightStore: the folder of published versions; a version exists onc
 publisher    Publisher: the learner's side, one per pipeline stage; PartMaker: the files of a stage
 
 service      WeightService: the process that holds the store for those who do not see its folder
-service_store  ServedVersions: what it reads for others just now; UploadReceiver: what it is being sent
+             ServedVersions: what it reads for others just now; UploadReceiver: what it is being sent
 protocol     its messages
-client       WeightClient: what is asked of it; sees_folder: is it needed, or is the store's folder seen?
+client       WeightClient: what is asked of it; StoreAccess: is it needed, or is the store's folder seen?
 
 puller       Puller: the actor's side, which takes a version and keeps it from removal
 staging      HostStaging: what a machine fetches, once for all its actors, and resumes where it broke

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,8 +28,6 @@ model of 140 GB takes 6 minutes at 400 MB/s."""
 PUBLISH_TIMEOUT_S = 1800.0
 """Seconds after which weights that cannot be written, as on a full disk, end the learner; until then it retries, and
 trains as far as the bound allows."""
-_TIMEOUT_S = 30.0
-"""Long enough for a service to be started again."""
 _WINDOW = 4
 """Chunks in flight: enough to hide the latency, few enough to lose little."""
 _SILENCE_S = 2.0
@@ -48,7 +47,7 @@ class WeightClient:
         name: str,
         *,
         role: Role,
-        timeout_s: float = _TIMEOUT_S,
+        timeout_s: float = 30.0,
         chunk_bytes: int | None = None,
         window: int = _WINDOW,
         silence_s: float = _SILENCE_S,
@@ -56,13 +55,12 @@ class WeightClient:
     ) -> None:
         """Connect to the service; log and errors say `name`, and `role` says what it may ask.
 
-        A question is asked again after `silence_s`, and fails after `timeout_s`, or 30 s. `window` chunks of
-        `chunk_bytes` (None: `CHUNK_BYTES`) are in flight at once.
+        A question is asked again after `silence_s`, and fails after `timeout_s`, in which a service can be started
+        again. `window` chunks of `chunk_bytes` (None: `CHUNK_BYTES`) are in flight at once.
         """
-        timeout_s = min(timeout_s, _TIMEOUT_S)
         self.address = self.place = address
         self.name = name
-        self._chunk_bytes = min(chunk_bytes or CHUNK_BYTES, p.MAX_CHUNK_BYTES)
+        self._chunk_bytes = chunk_bytes or CHUNK_BYTES
         self._window = window
         self._rpc = RpcClient(
             p.PROTOCOL,
@@ -243,45 +241,45 @@ def loopback_hint(address: str) -> str:
     )
 
 
-def sees_folder(
-    config: WeightSyncConfig,
-    *,
-    folder: Path,
-    address: str,
-    run_id: str,
-    name: str,
-    role: Role,
-    keys: ClientKeys | None = None,
-) -> bool:
-    """Return whether this process takes weights through the store's folder, else through the service.
+@dataclass(frozen=True)
+class StoreAccess:
+    """How a process of a run finds its weight store."""
 
-    `transport` decides; 'auto' takes the folder if it holds the store that the service has.
+    config: WeightSyncConfig
+    folder: Path
+    address: str
+    """Of the weight service; '' if there is none."""
+    run_id: str
+    keys: ClientKeys | None = None
 
-    Raises:
-        TransferFailed: there is no service to ask, it does not answer, or it is another run's.
-    """
-    if config.transport == "network" and not address:
-        raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
-    if config.transport in ("folder", "network") or not address:
-        return config.transport != "network"
-    client = WeightClient(address, run_id, name, role=role, timeout_s=UPDATE_TIMEOUT_S, keys=keys)
-    try:
-        served = client.store()
-    finally:
-        client.close()
-    try:
-        is_same = store_id_of(folder) == served.store_id
-    except OSError as error:
-        log.warning("%s: %s cannot be read (%s); weights are taken from %s", name, folder, error, address)
-        return False
-    if not is_same:
-        log.info("%s: %s is not before us; weights are taken from %s", name, served.folder, address)
-    return is_same
+    def client(self, name: str, role: Role) -> WeightClient:
+        return WeightClient(self.address, self.run_id, name, role=role, keys=self.keys)
 
+    def sees_folder(self, name: str, role: Role) -> bool:
+        """Return whether this process takes weights through the store's folder, else through the service.
 
-def open_sink(
-    config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
-) -> WeightStore | WeightClient:
-    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, role="learner", keys=keys):
-        return WeightStore(folder)
-    return WeightClient(address, run_id, name, role="learner", timeout_s=PUBLISH_TIMEOUT_S, keys=keys)
+        `transport` decides; 'auto' takes the folder if it holds the store that the service has.
+
+        Raises:
+            TransferFailed: there is no service to ask, it does not answer, or it is another run's.
+        """
+        if self.config.transport == "network" and not self.address:
+            raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
+        if self.config.transport in ("folder", "network") or not self.address:
+            return self.config.transport != "network"
+        client = self.client(name, role)
+        try:
+            served = client.store()
+        finally:
+            client.close()
+        try:
+            is_same = store_id_of(self.folder) == served.store_id
+        except OSError as error:
+            log.warning("%s: %s cannot be read (%s); weights are taken from %s", name, self.folder, error, self.address)
+            return False
+        if not is_same:
+            log.info("%s: %s is not before us; weights are taken from %s", name, served.folder, self.address)
+        return is_same
+
+    def open_sink(self, name: str) -> WeightStore | WeightClient:
+        return WeightStore(self.folder) if self.sees_folder(name, "learner") else self.client(name, "learner")

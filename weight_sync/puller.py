@@ -10,10 +10,8 @@ import logging
 import os
 from pathlib import Path
 
-from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
-from weight_sync.client import UPDATE_TIMEOUT_S, WeightClient, sees_folder
-from weight_sync.config import WeightSyncConfig
+from weight_sync.client import UPDATE_TIMEOUT_S, StoreAccess
 from weight_sync.host_folder import folder_for
 from weight_sync.manifest import Manifest, TransferFailed, WeightsCorrupt
 from weight_sync.staging import HostStaging
@@ -99,30 +97,21 @@ class Puller:
         self._source.close()
 
 
-def open_puller(
-    config: WeightSyncConfig,
-    *,
-    folder: Path,
-    address: str,
-    run_id: str,
-    name: str,
-    dtype: str,
-    keys: ClientKeys | None = None,
-) -> Puller:
+def open_puller(access: StoreAccess, name: str, dtype: str) -> Puller:
     """Take versions in `dtype` from the store's folder where it is seen, else from the service; as `sees_folder`."""
-    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, role="actor", keys=keys):
-        return Puller.of_folder(folder, dtype, who=name)
-    return Puller(_NetworkSource(address, run_id, name, keys), dtype)
+    if access.sees_folder(name, "actor"):
+        return Puller.of_folder(access.folder, dtype, who=name)
+    return Puller(_NetworkSource(access, name), dtype)
 
 
 class _NetworkSource:
     """The weight service, and the folder in which this machine keeps what came from it."""
 
-    def __init__(self, address: str, run_id: str, name: str, keys: ClientKeys | None) -> None:
-        self.place = f"the weight service at {address}"
-        self._run_id = run_id
+    def __init__(self, access: StoreAccess, name: str) -> None:
+        self.place = f"the weight service at {access.address}"
+        self._run_id = access.run_id
         self._name = name
-        self._client = WeightClient(address, run_id, name, role="actor", timeout_s=UPDATE_TIMEOUT_S, keys=keys)
+        self._client = access.client(name, "actor")
         self._staging: HostStaging | None = None
         try:
             self._store_id = self._client.store().store_id

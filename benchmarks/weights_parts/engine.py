@@ -24,6 +24,7 @@ from actors.engine import Engine
 from actors.weights import WeightFollower
 from benchmarks.weights_parts.handover import RUN_ID
 from common.staleness import PolicyVersion, StalenessContract
+from weight_sync.client import StoreAccess
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
 
@@ -58,7 +59,7 @@ class FollowingEngine:
             kv_cache_gib=0.5,
         )
         self._knobs = WeightSyncConfig(transport="folder")
-        self._puller = open_puller(self._knobs, folder=Path(folder), address="", run_id=RUN_ID, name=name, dtype=dtype)
+        self._puller = open_puller(StoreAccess(self._knobs, Path(folder), "", RUN_ID), name, dtype)
         self._tasks: list[asyncio.Task[None]] = []
         self._token_s: list[float] = []
         self._numbers = itertools.count()

@@ -15,7 +15,7 @@ import xxhash
 from common.rpc.server import Request
 from common.staleness import PolicyVersion
 from weight_sync import delta, host_folder, manifest, store
-from weight_sync.client import WeightClient
+from weight_sync.client import StoreAccess, WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.protocol import ReadRequest
 from weight_sync.puller import open_puller
@@ -81,7 +81,7 @@ class Receiver:
         self._dtype = dtype
         self._is_checked = transport == "network"
         """What comes over the network is checked on its way; in a folder that is seen each engine checks it."""
-        self._puller = open_puller(knobs, folder=Path(folder), address=address, run_id=RUN_ID, name=name, dtype=dtype)
+        self._puller = open_puller(StoreAccess(knobs, Path(folder), address, RUN_ID), name, dtype)
 
     def pull(self, *, version: int) -> dict[str, Any]:
         """Wait for a version, and stage it.

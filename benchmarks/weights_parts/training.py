@@ -29,7 +29,7 @@ from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
-from weight_sync.client import open_sink
+from weight_sync.client import StoreAccess
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import decode_delta, encode_delta
 from weight_sync.publisher import Publisher
@@ -254,7 +254,7 @@ class PublishingLearner:
         """
         self._trainer = Trainer(**training)
         knobs = WeightSyncConfig(transport="folder")
-        sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="learner")
+        sink = StoreAccess(knobs, Path(folder), "", RUN_ID).open_sink("learner")
         self._publisher = Publisher(sink, 0, 1, dtypes, keep_versions=KEPT_VERSIONS, full_every=1)
         self._rounds: list[dict[str, float]] = []
 
@@ -317,7 +317,7 @@ class Sender:
             self._versions = [_first(tensors, num_values) for tensors in self._versions]
         self._turn = 0
         knobs = WeightSyncConfig(transport="folder")
-        sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="sender")
+        sink = StoreAccess(knobs, Path(folder), "", RUN_ID).open_sink("sender")
         self._publisher = Publisher(sink, 0, 1, [dtype], keep_versions=KEPT_VERSIONS, full_every=full_every)
 
     def num_bytes(self) -> int:

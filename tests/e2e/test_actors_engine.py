@@ -34,6 +34,7 @@ from tests.e2e.engine_world import (
     tiny_llama,
 )
 from tests.world.serving import serving
+from weight_sync.client import StoreAccess
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
@@ -210,10 +211,11 @@ async def test_weights_that_came_over_the_network_as_a_delta_are_served_like_any
 ):
     monkeypatch.setattr("weight_sync.host_folder._SHM", tmp_path)
     config = WeightSyncConfig(transport="network")
-    asked = {"folder": Path("/nowhere"), "run_id": "run", "name": "actor-0", "dtype": "float32"}
     with (
         serving(WeightService("run", world.folder)) as address,
-        contextlib.closing(open_puller(config, address=address, **asked)) as puller,
+        contextlib.closing(
+            open_puller(StoreAccess(config, Path("/nowhere"), address, "run"), "actor-0", "float32")
+        ) as puller,
     ):
         # from now on the learner knows that somebody reads over the network, and keeps the next as a parent
         puller.fetch(world.publish()).close()

@@ -15,7 +15,7 @@ from tests.faults.weight_processes import CHUNK_BYTES, SIZE, UPDATE_TIMEOUT_S, W
 from tests.full import pick
 from tests.weights_by_hand import RUN, Machine, assert_holds, publish, v
 from tests.world.waiting import bound, wait_until
-from weight_sync.client import WeightClient
+from weight_sync.client import StoreAccess, WeightClient
 from weight_sync.manifest import Manifest, TransferFailed, file_name
 from weight_sync.puller import Puller, open_puller
 from weight_sync.staging import HostStaging
@@ -37,9 +37,8 @@ def service(folder: Path):
 
 
 def connect(address: str, staging_dir: Path, name: str = "actor-0") -> Puller:
-    return open_puller(
-        config(staging_dir), folder=Path("/does/not/exist"), address=address, run_id=RUN, name=name, dtype="float32"
-    )
+    access = StoreAccess(config(staging_dir), Path("/does/not/exist"), address, RUN)
+    return open_puller(access, name, "float32")
 
 
 def document_bytes(folder: Path) -> int:

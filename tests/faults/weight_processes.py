@@ -116,9 +116,8 @@ def _serve(folder: str) -> None:
 
 
 def _pull(address: str, staging_dir: str, version: str, name: str) -> None:
-    puller = open_puller(
-        config(staging_dir), folder=Path("/does/not/exist"), address=address, run_id=RUN, name=name, dtype="float32"
-    )
+    access = client.StoreAccess(config(staging_dir), Path("/does/not/exist"), address, RUN)
+    puller = open_puller(access, name, "float32")
     print("connected", flush=True)
     wanted = PolicyVersion.parse(version)
     with puller.fetch(wanted) as staged:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.weights_by_hand import RUN, Machine, assert_holds, damage, publish, upload_sink, v
-from weight_sync.client import WeightClient, open_sink
+from weight_sync.client import StoreAccess, WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, delta_name, file_name
 from weight_sync.puller import Puller, open_puller
@@ -219,9 +219,7 @@ def test_the_transport_is_the_folder_where_it_is_seen_and_the_network_elsewhere(
     config = machine.config.model_copy(update={"transport": "auto"})
 
     def place(folder: Path) -> str:
-        puller = open_puller(
-            config, folder=folder, address=machine.address, run_id=RUN, name="actor-0", dtype="float32"
-        )
+        puller = open_puller(StoreAccess(config, folder, machine.address, RUN), "actor-0", "float32")
         machine.keep(puller)
         with puller.fetch(v(0)) as staged:
             return str(staged.folder)
@@ -233,22 +231,18 @@ def test_the_transport_is_the_folder_where_it_is_seen_and_the_network_elsewhere(
     WeightStore(tmp_path / "another")
     assert str(machine.staging_dir) in place(tmp_path / "another")
     for folder, kind in ((machine.folder, WeightStore), (elsewhere, WeightClient)):
-        sink = open_sink(config, folder=folder, address=machine.address, run_id=RUN, name="stage-0")
+        sink = StoreAccess(config, folder, machine.address, RUN).open_sink("stage-0")
         machine.keep(sink)
         assert type(sink) is kind
 
 
 def test_without_a_service_the_folder_is_read(tmp_path: Path):
     publish(tmp_path / "weights", 0)
-    puller = open_puller(
-        WeightSyncConfig(), folder=tmp_path / "weights", address="", run_id=RUN, name="actor-0", dtype="float32"
-    )
+    puller = open_puller(StoreAccess(WeightSyncConfig(), tmp_path / "weights", "", RUN), "actor-0", "float32")
     with puller.fetch(v(0)) as staged:
         assert_holds(staged, 0)
     with pytest.raises(TransferFailed, match="no weight service runs"):
-        open_puller(
-            WeightSyncConfig(transport="network"), folder=tmp_path, address="", run_id=RUN, name="a", dtype="float32"
-        )
+        open_puller(StoreAccess(WeightSyncConfig(transport="network"), tmp_path, "", RUN), "a", "float32")
 
 
 def test_only_readers_over_the_network_have_deltas_made(machine: Machine):

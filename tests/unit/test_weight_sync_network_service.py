@@ -16,11 +16,11 @@ from common.rpc.messages import ROLES, Asker, Envelope, Protocol, Refused, Role
 from tests.weights_by_hand import RUN, Machine, assert_holds, make_part, publish, v, weights
 from tests.world.waiting import wait_until
 from weight_sync import protocol as p
+from weight_sync.client import StoreAccess
 from weight_sync.config import WeightSyncConfig
 from weight_sync.manifest import TransferFailed, WeightsCorrupt, WeightsGone, encode, file_name
 from weight_sync.puller import open_puller
-from weight_sync.service import WeightService
-from weight_sync.service_store import MAX_SERVED, ServedVersions
+from weight_sync.service import MAX_SERVED, ServedVersions, WeightService
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -62,9 +62,9 @@ def answer(connection: zmq.Socket) -> Envelope:
 
 
 def test_a_client_of_another_run_is_refused_with_both_names(machine: Machine):
-    config = machine.config
+    access = StoreAccess(machine.config, machine.folder, machine.address, "other")
     with pytest.raises(TransferFailed, match="weight service serves run 'test-run', not 'other'"):
-        open_puller(config, folder=machine.folder, address=machine.address, run_id="other", name="a", dtype="float32")
+        open_puller(access, "a", "float32")
 
 
 def test_another_release_is_refused_with_what_to_do(machine: Machine, raw):

@@ -10,7 +10,7 @@ from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publ
 from weight_sync.manifest import PublishFailed, TransferFailed, build_manifest, file_name
 from weight_sync.publisher import Publisher
 from weight_sync.puller import Puller
-from weight_sync.service_store import UploadReceiver
+from weight_sync.service import UploadReceiver
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
 
@@ -178,7 +178,7 @@ def test_a_full_disk_of_the_service_is_an_error_of_the_disk_for_the_stage(machin
     sink = upload_sink(machine)
     part, files = make_part(0, v(0), weights(0))
     with monkeypatch.context() as patch:
-        patch.setattr("weight_sync.service_store.os.pwrite", full)
+        patch.setattr("weight_sync.service.os.pwrite", full)
         with pytest.raises(OSError, match="No space left") as error:
             sink.write_part(part, files)
         assert error.value.errno == 28
