@@ -1,7 +1,7 @@
 """What a loss builds on.
 
 LossInputs, LossOutput   what it reads and what it returns
-group_advantages         advantages from the rewards of a group: RLOO, GRPO, Dr. GRPO, MaxRL
+group_advantages         advantages from the rewards of a group: RLOO, GRPO, Dr. GRPO
 Algorithm                its config section, what that needs of a run, and the loss itself
 Correction, Interval     entries of a section's `corrections`
 check_inputs             refuses a batch that no loss can use
@@ -126,7 +126,7 @@ class LossInputs:
         return replace(self, group_B=group_B, num_groups=int(numbers.numel()))
 
 
-GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "maxrl"]
+GroupBaseline = Literal["rloo", "grpo", "dr_grpo"]
 
 STD_FLOOR = 1e-6
 """Added to the group's standard deviation: with equal rewards the advantage is 0, not 0/0."""
@@ -138,18 +138,12 @@ def group_advantages(inputs: LossInputs, rewards_B: Tensor, baseline: GroupBasel
     rloo: r_j minus the mean of the other K-1 (arXiv 2402.14740).
     grpo: r_j minus the mean of all K, divided by their standard deviation, of K-1 (arXiv 2402.03300).
     dr_grpo: r_j minus the mean of all K (arXiv 2503.20783).
-    maxrl: r_j minus the mean of all K, divided by that mean; 0 if the mean is 0 (arXiv 2602.02710). With rewards of 0
-        and 1 its gradient is on average that of sum over k < K of pass@k / k, the first terms of the log-likelihood of
-        success.
     """
     centred_B = rewards_B - inputs.mean_per_group(rewards_B)
     size_B = inputs.group_size_B
     if baseline == "rloo":
         # r_j - mean of the others = K / (K - 1) * (r_j - mean of all)
         return centred_B * size_B / (size_B - 1).clamp_min(1)
-    if baseline == "maxrl":
-        mean_B = rewards_B - centred_B
-        return torch.where(mean_B > 0, centred_B / mean_B, 0.0)
     if baseline == "dr_grpo":
         return centred_B
     variance_B = inputs.mean_per_group(centred_B.square()) * size_B / (size_B - 1).clamp_min(1)
@@ -206,7 +200,6 @@ class Needs:
     """Finite log-probabilities of the policy that sampled."""
     proximal: bool = False
     """Log-probabilities of the policy at the start of the draw: one more forward pass, if it has several updates."""
-    rewards_of_success: bool = False
     separable: Unit | None = None
     """The gradient with respect to a sequence's log-probabilities depends on those of that sequence, of its group or
     of its prompt alone, also if the proximal policy is the present one; rewards, references and counts of the whole
@@ -292,13 +285,6 @@ def check_inputs(inputs: LossInputs, needs: Needs) -> None:
             reward,
             f"its reward is {float(inputs.rewards_B[reward])}, and must be finite. Let the reward function return None "
             "for what it cannot judge",
-        )
-    if needs.rewards_of_success and bool((inputs.rewards_B < 0).any()):
-        failed = int(torch.nonzero(inputs.rewards_B < 0)[0])
-        raise BadInputs(
-            failed,
-            f"its reward is {float(inputs.rewards_B[failed])}, and baseline = 'maxrl' takes rewards of 0 or more: let "
-            "the reward function give 0 in its place, or choose baseline = 'rloo'",
         )
     if not needs.behaviour:
         return

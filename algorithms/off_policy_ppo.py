@@ -9,15 +9,14 @@ Objective:
     With a critic's values: + 1/2 / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- 0.2) - R)^2), R = A + V_old.
 
 Estimator:
-    A from the rewards of the group (rloo, grpo, dr_grpo, maxrl) or of the whole batch (batch: the mean of all others,
+    A from the rewards of the group (rloo, grpo, dr_grpo) or of the whole batch (batch: the mean of all others,
     for groups of one), the same for every token of a sequence; or by GAE from the rewards per token and a critic's
     values; or by a function of the user's.
     KL to the reference, where kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is taken from it, of the
     sequence with a group baseline, token by token with a critic; then pi* ~ pi_ref * exp(r / kl_beta) is the optimum.
     In the loss: + kl_beta * mean_t sg[rho_t] * k_t, "loss" with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
     KL(pi || pi_ref) of each token, "loss_k3" with k3 = pi_ref / pi - 1 - log(pi_ref / pi), GRPO's, whose gradient is
-    that of the other direction, KL(pi_ref || pi). "behaviour": + kl_beta * mean_t 1/2 log(pi / mu)^2, which needs no
-    reference.
+    that of the other direction, KL(pi_ref || pi).
     Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its gradient is that of the negative entropy of each
     token's distribution, as that of k2 is of the KL: a KL to the uniform distribution.
     T and the number of sequences count what masks remove: long answers are not favoured by short batches, nor kept
@@ -109,9 +108,9 @@ class OffPolicyPPOConfig(GroupSection):
         description="pi_prox, the centre of the trust region: the policy at the start of the draw (decoupled), the "
         "one that sampled (plain PPO on stale data), or one between that and the present one, by the token's age.",
     )
-    baseline: Literal["rloo", "grpo", "dr_grpo", "maxrl", "batch", "value_head", "critic"] | Reference = Field(
+    baseline: Literal["rloo", "grpo", "dr_grpo", "batch", "value_head", "critic"] | Reference = Field(
         default="rloo",
-        description="How rewards become advantages: 'rloo', 'grpo', 'dr_grpo' (not divided by their spread), 'maxrl' "
+        description="How rewards become advantages: 'rloo', 'grpo', 'dr_grpo' (not divided by their spread) "
         "within a group, 'batch' against all others of the update (for actors.group_size = 1); GAE over the values of "
         "'value_head', on the policy, or of 'critic', a model that starts as the policy; or FILE.py:FUNCTION of yours.",
         json_schema_extra=BASIC,
@@ -133,10 +132,9 @@ class OffPolicyPPOConfig(GroupSection):
     kl_beta: NonNegativeFloat = Field(
         default=0.0, description="Weight of the KL to the reference; 0 needs no reference."
     )
-    kl_in: Literal["reward", "loss", "loss_k3", "behaviour"] = Field(
+    kl_in: Literal["reward", "loss", "loss_k3"] = Field(
         default="reward",
-        description="Where the KL enters, the loss by its estimator k2 or k3; 'behaviour': the loss, to the policy "
-        "that sampled instead.",
+        description="Where the KL enters, the loss by its estimator k2 or k3.",
     )
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="Weight of the entropy bonus.")
     missing_eos_penalty: NonNegativeFloat = Field(
@@ -161,12 +159,6 @@ class OffPolicyPPOConfig(GroupSection):
         if self.compare == "prompt" and not self.has_group_baseline:
             raise ValueError(
                 f"compare = 'prompt' is about group baselines, and baseline = '{self.baseline}' is none: remove it"
-            )
-        if self.baseline == "maxrl" and (self.missing_eos_penalty or (self.kl_beta and self.kl_in == "reward")):
-            key = "missing_eos_penalty" if self.missing_eos_penalty else "kl_in = 'reward'"
-            raise ValueError(
-                f"baseline = 'maxrl' takes rewards of 0 or more, and {key} would make them negative: remove it, or use "
-                "baseline = 'rloo'"
             )
         if self.is_users_baseline and not callable(load_object(self.baseline)):
             raise ValueError(f"baseline = '{self.baseline}' is not a function (inputs, rewards_B) -> advantage_B")
@@ -204,7 +196,7 @@ class OffPolicyPPOConfig(GroupSection):
     @property
     def has_reference_loss(self) -> bool:
         """Is the KL to the reference a term of the loss?"""
-        return bool(self.kl_beta) and self.kl_in in ("loss", "loss_k3")
+        return self.kl_beta > 0 and self.kl_in != "reward"
 
     @property
     def is_users_baseline(self) -> bool:
@@ -219,10 +211,9 @@ class OffPolicyPPOConfig(GroupSection):
         return Needs(
             groups=self.has_group_baseline,
             prompts=self.compare == "prompt",
-            reference=self.kl_beta > 0 and self.kl_in != "behaviour",
+            reference=self.kl_beta > 0,
             behaviour=True,
             proximal=self.proximal == "draw_start",
-            rewards_of_success=self.baseline == "maxrl",
             separable=None if is_whole else compared if self.shapes_reward else "sequence",
             critic=critic,
         )
@@ -240,7 +231,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         The loss, the weights it applied, and metrics: `off_policy/clip_frac_low` and `_high` (share of tokens where
         clipping changes the objective), `off_policy/NAME_frac` of each weight correction, `ppo/advantage_abs` (mean
         over tokens), `ppo/entropy` where it has a bonus (weighed mean of -log pi, nats a token), `ppo/kl_reference`
-        where kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref); with kl_in = "behaviour" nothing), and with a
+        where kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref)), and with a
         critic `ppo/value_loss`, `ppo/value_clip_frac` and `ppo/explained_variance` of the returns by the old values.
     """
     if config.proximal == "behaviour":
@@ -264,9 +255,6 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     metrics["ppo/advantage_abs"] = advantage_T.abs().sum().double() / num_tokens
     if config.has_reference_loss:
         loss = loss + config.kl_beta * (share_T * weighing.weight_T * _kl_terms(config, inputs)).sum()
-    if config.kl_beta > 0 and config.kl_in == "behaviour":
-        pull_T = (inputs.logprobs_T - inputs.behaviour_logprobs_T).square() / 2
-        loss = loss + config.kl_beta * (share_T * pull_T).sum()
     if config.entropy_coef > 0:
         loss = loss + config.entropy_coef * (share_T * weighing.weight_T * inputs.logprobs_T.square() / 2).sum()
         metrics["ppo/entropy"] = -(weighing.weight_T * inputs.logprobs_T.detach()).sum().double() / num_tokens

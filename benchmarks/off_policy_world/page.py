@@ -100,9 +100,8 @@ to pi* at lag 0 and 1, and at lag 4 and 16 and from uniform data it is the neare
 about a policy between the one that sampled and the one that learns, and moves with the second: the farther apart \
 they are, the less it holds back. Here, where no weight can explode, that does no harm.
 - **How a gradient is averaged or bounded hardly shows**: `dr_grpo`, `batch` and a critic differ from \
-PPO as it ships by about what seeds do. `entropy` and `maxrl` have other optima, and come to them at every age: less \
-reward by what the bonus is worth, and for MaxRL the log of the expected reward, which asks little of a reward that \
-is never 0.
+PPO as it ships by about what seeds do. `entropy` has another optimum, and comes to it at every age: less \
+reward by what the bonus is worth.
 - **Distillation asks for no reward**, so it does not matter who wrote the tokens: at every age no row is nearer to \
 its teacher.
 - **The rule on the effective sample size** never acts at lag 0 and 1, and changes little where it does: it slows a \
@@ -180,10 +179,9 @@ samples in all), {NUM_MINIBATCHES} minibatches x {NUM_EPOCHS} epochs = {UPDATES_
 fixed at its start, as the learner does it. The losses are those of `algorithms`, called through its registry. \
 Corrections and other knobs stand at their defaults (token_tis for all losses); PPO has kl_beta = {BETA} in its \
 reward, sigmoid DPO and OAPL the same beta, IPO 0.1 (its beta sets a pair's margin, 1 / (2 beta) = 5), \
-`distillation` has pi* for a teacher, `+maxrl` rewards from 0 on and its KL in the \
-loss (its optimum is another), `+entropy` a bonus of 0.01, and the rule on the effective sample size a budget of 0.5 \
-and `scale_lr`. Optimizer as the learner's defaults; the learning rate falls to 0 on a cosine. Its peak is chosen for \
-each row from \
+`distillation` has pi* for a teacher, `+entropy` a bonus of 0.01, and the rule on the effective sample size a budget \
+of 0.5 and `scale_lr`. Optimizer as the learner's defaults; the learning rate falls to 0 on a cosine. Its peak is \
+chosen for each row from \
 {", ".join(f"{rate:g}" for rate in LEARNING_RATES)} by the KL at lag 0 on another seed, and is the same at every lag.
 
 **Lag** L: the samples of a draw come from the policy of L updates before its first update, so the last of its updates \

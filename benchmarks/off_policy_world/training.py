@@ -65,8 +65,6 @@ class Row:
     ess_budget: float | None = None
     has_teacher: bool = False
     """Is pi* itself in the place of the reference?"""
-    rewards_of_success: bool = False
-    """Do rewards begin at 0? The optimum is the same."""
 
 
 def _ppo(name: str, learning_rate: float, ess_budget: float | None = None, **keys: Any) -> Row:  # noqa: ANN401
@@ -96,7 +94,6 @@ ROWS = (
     _ppo("+interpolated", 1e-2, proximal="interpolated"),
     _ppo("+dr_grpo", 1e-2, baseline="dr_grpo", mean_over=LENGTH),
     _ppo("+batch", 1e-2, baseline="batch"),
-    replace(_ppo("+maxrl", 1e-2, baseline="maxrl", kl_in="loss"), rewards_of_success=True),
     _ppo("+entropy", 1e-2, entropy_coef=0.01),
     _ppo("+critic", 1e-2, baseline="value_head"),
     _ppo("+ess", 1e-2, ess_budget=0.5),
@@ -146,9 +143,6 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
     with torch.no_grad():
         reference_PC, _ = world.reference()
     scored_PC = world.optimum_PC() if row.has_teacher else reference_PC
-    rewards_PS = world.rewards_PS
-    if row.rewards_of_success:
-        rewards_PS = rewards_PS - rewards_PS.amin(1, keepdim=True)
     past: deque[Tensor] = deque(maxlen=MAX_LAG)
     num_updates = 0
     for _ in range(num_draws):
@@ -156,7 +150,7 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
             proximal_PC, old_values_PN = policy()
         behaviour_PC = reference_PC if lag == "first" else behaviour(lag, proximal_PC, past)
         prompts_G, sequences_GK = sample(behaviour_PC, random)
-        draw = Draw(rewards_PS, prompts_G, sequences_GK, behaviour_PC, proximal_PC, scored_PC, old_values_PN)
+        draw = Draw(world.rewards_PS, prompts_G, sequences_GK, behaviour_PC, proximal_PC, scored_PC, old_values_PN)
         began = num_updates
         for _ in range(NUM_EPOCHS):
             for groups in torch.randperm(prompts_G.numel(), generator=random).chunk(NUM_MINIBATCHES):

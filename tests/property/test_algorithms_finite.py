@@ -63,8 +63,6 @@ def batches(draw, dtypes=DTYPES) -> LossInputs:
 def test_losses_gradients_and_metrics_are_finite(inputs):
     fresh_T = inputs.finished_B[inputs.sequence_T]
     for name, config in CONFIGS.items():
-        if config.needs.rewards_of_success:
-            inputs = replace(inputs, rewards_B=inputs.rewards_B.abs())
         leaves = [inputs.logprobs_T.clone().requires_grad_(), inputs.values_T.clone().requires_grad_()]
         output = loss_for(config)(replace(inputs, logprobs_T=leaves[0], values_T=leaves[1]))
         slopes = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
@@ -94,7 +92,5 @@ def test_equal_rewards_in_float32_move_no_policy_at_all(inputs):
             batch = replace(level, logprobs_T=leaf_T)
             if config.type == "oapl":  # elsewhere it pulls towards the policy that sampled
                 batch = replace(batch, behaviour_logprobs_T=level.logprobs_T)
-            if config.needs.rewards_of_success:
-                batch = replace(batch, rewards_B=batch.rewards_B.abs())
             loss = loss_for(config)(batch).loss
             assert torch.autograd.grad(loss, leaf_T)[0].abs().sum() == 0, config

@@ -42,7 +42,6 @@ GROUP_CONFIGS = {
     "rloo of prompts": OffPolicyPPOConfig(compare="prompt", corrections=[]),
     "grpo": OffPolicyPPOConfig(baseline="grpo", kl_beta=0.2, clip_low=0.1, clip_high=0.4, corrections=[]),
     "grpo without std": OffPolicyPPOConfig(baseline="dr_grpo", missing_eos_penalty=0.5, corrections=[]),
-    "maxrl": OffPolicyPPOConfig(baseline="maxrl", corrections=[]),
     "dr_grpo": OffPolicyPPOConfig(baseline="dr_grpo", mean_over=4.0, corrections=[TIGHT]),
     "on stale data": OffPolicyPPOConfig(proximal="behaviour"),
     "interpolated": OffPolicyPPOConfig(
@@ -75,7 +74,6 @@ GROUP_CONFIGS = {
 OTHER_CONFIGS = {
     "k2 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", corrections=[TIGHT]),
     "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss_k3", corrections=[]),
-    "towards the sampler": OffPolicyPPOConfig(kl_beta=0.3, kl_in="behaviour", corrections=["gspo"]),
     "with an entropy bonus": OffPolicyPPOConfig(entropy_coef=0.3, corrections=[TIGHT]),
     "against the batch": OffPolicyPPOConfig(baseline="batch", kl_beta=0.2, corrections=[]),
     "distillation": DistillationConfig(),

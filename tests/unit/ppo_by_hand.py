@@ -76,8 +76,6 @@ def group_advantages(inputs, rewards, config):
             found.append(0.0)
         elif config.baseline in ("rloo", "batch"):
             found.append(reward - (math.fsum(own) - reward) / (len(own) - 1))
-        elif config.baseline == "maxrl":
-            found.append(reward / mean - 1)
         else:
             std = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / (len(own) - 1))
             found.append((reward - mean) / (std + 1e-6) if config.baseline == "grpo" else reward - mean)
@@ -181,9 +179,6 @@ def add_penalties(config, inputs, t, share, weight, result):
     """Of a token: what stands beside the objective in the loss."""
     logprob = float(inputs.logprobs_T[t])
     terms = [(config.entropy_coef * weight, logprob**2 / 2, logprob)]
-    if config.kl_beta > 0 and config.kl_in == "behaviour":
-        x = logprob - float(inputs.behaviour_logprobs_T[t])
-        terms.append((config.kl_beta, x * x / 2, x))
     if config.kl_beta > 0 and config.kl_in in ("loss", "loss_k3"):
         x = logprob - float(inputs.reference_logprobs_T[t])
         k2, k3 = (x * x / 2, x), (math.exp(-x) - 1 + x, 1 - math.exp(-x))

@@ -95,7 +95,6 @@ def test_group_baselines_follow_their_definitions(groups):
             "rloo": reward - sum(others) / len(others) if others else 0.0,
             "grpo": (reward - mean) / (std + 1e-6),
             "dr_grpo": reward - mean,
-            "maxrl": reward / mean - 1,
         }
         for baseline, value in expected.items():
             found_B = group_advantages(inputs, inputs.rewards_B, baseline)
@@ -108,12 +107,7 @@ def test_equal_rewards_in_float32_are_exactly_no_advantage(reward, size):
     """The mean in float32 would differ from them in the last digit, and a standard deviation make that large."""
     rewards_B = torch.full((size,), reward, dtype=torch.float32)
     inputs = replace(make_inputs(groups=[0] * size, lengths=[1] * size), rewards_B=rewards_B)
-    for baseline in ("rloo", "grpo", "maxrl"):
+    for baseline in ("rloo", "grpo"):
         found_B = group_advantages(inputs, rewards_B, baseline)
         assert found_B.dtype == torch.float32
         assert found_B.abs().max() == 0
-
-
-def test_maxrl_has_no_advantage_where_nothing_succeeded():
-    inputs = replace(make_inputs(), rewards_B=torch.zeros(9, dtype=torch.float64))
-    assert group_advantages(inputs, inputs.rewards_B, "maxrl").abs().max() == 0

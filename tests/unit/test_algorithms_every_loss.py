@@ -95,11 +95,7 @@ def at_present(inputs):
     return replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
 
 
-SHIFTED = {name: config for name, config in GROUP_CONFIGS.items() if not config.needs.rewards_of_success}
-"""What compares rewards by their differences."""
-
-
-@every(SHIFTED)
+@every(GROUP_CONFIGS)
 def test_rewards_may_be_shifted_by_any_constant(config):
     inputs = make_inputs()
     loss, slope_T = gradient(config, inputs)
@@ -108,7 +104,7 @@ def test_rewards_may_be_shifted_by_any_constant(config):
     torch.testing.assert_close(shifted_slope_T, slope_T, rtol=0, atol=1e-11)
 
 
-@every({name: config for name, config in SHIFTED.items() if config.compare == "group"})
+@every({name: config for name, config in GROUP_CONFIGS.items() if config.compare == "group"})
 def test_the_rewards_of_one_group_move_no_other(config):
     inputs = make_inputs()
     moved = replace(inputs, rewards_B=inputs.rewards_B + torch.tensor([5.0, 0, 0])[inputs.group_B])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from algorithms.base import BadInputs, check_inputs
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.registry import loss_for
 from tests.unit import ppo_by_hand
@@ -197,40 +196,6 @@ def every_answer(log_mu_V, log_pi_V, tokens=None):
     )
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_maxrl_climbs_the_first_terms_of_the_log_likelihood_of_success(size):
-    """Over all groups of one-token answers, of which two of four are right: sum over k < K of pass@k / k."""
-    logits_V = torch.randn(4, generator=torch.Generator().manual_seed(6), dtype=torch.float64, requires_grad=True)
-    log_pi_V = logits_V.log_softmax(0)
-    is_right_V = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
-    success = (log_pi_V.exp() * is_right_V).sum()
-    objective = sum((1 - (1 - success) ** k) / k for k in range(1, size))
-    (wanted_V,) = torch.autograd.grad(-objective, logits_V, retain_graph=True)
-    groups = torch.tensor(list(itertools.product(range(4), repeat=size)))
-    flat = groups.flatten()
-    inputs = make_inputs(
-        groups=[number for number in range(len(groups)) for _ in range(size)],
-        lengths=[1] * len(flat),
-        logprobs_T=log_pi_V.detach()[flat],
-        proximal_logprobs_T=log_pi_V.detach()[flat],
-        behaviour_logprobs_T=log_pi_V.detach()[flat],
-        rewards_B=is_right_V[flat],
-        finished_B=torch.ones(len(flat), dtype=torch.bool),
-    )
-    slope_T = gradient(OffPolicyPPOConfig(baseline="maxrl"), inputs)[1] * len(groups)
-    chance_T = log_pi_V.detach()[groups].sum(1).exp().repeat_interleave(size)
-    (found_V,) = torch.autograd.grad((chance_T * slope_T * log_pi_V[flat]).sum(), logits_V, retain_graph=True)
-    torch.testing.assert_close(found_V, wanted_V, rtol=0, atol=1e-12)
-
-
-def test_a_negative_reward_is_refused_where_rewards_are_of_success():
-    inputs = make_inputs()
-    failed = replace(inputs, rewards_B=torch.where(torch.arange(9) == 5, -1.0, inputs.rewards_B))
-    with pytest.raises(BadInputs, match=r"sequence 5: its reward is -1\.0, and baseline = 'maxrl' takes rewards of 0"):
-        check_inputs(failed, OffPolicyPPOConfig(baseline="maxrl").needs)
-    check_inputs(failed, OffPolicyPPOConfig(baseline="rloo").needs)
-
-
 def test_against_the_batch_a_sample_is_compared_with_all_others_of_the_update():
     inputs = make_inputs(groups=list(range(9)))  # of one each: no group has anything to compare
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
@@ -379,8 +344,6 @@ def test_what_a_runs_folder_keeps_reads_back_as_the_same_config():
         ({"gae_lambda": 0.9}, "gae_lambda is read with baseline = 'value_head' or 'critic' alone"),
         ({"mean_over": 0.0}, "mean_over"),
         ({"mean_over": "sequence"}, "mean_over"),
-        ({"baseline": "maxrl", "kl_beta": 0.1}, "'maxrl' takes rewards of 0 or more, and kl_in = 'reward' would"),
-        ({"baseline": "maxrl", "missing_eos_penalty": 0.1}, "and missing_eos_penalty would make them negative"),
         ({"baseline": "batch", "compare": "prompt"}, "and baseline = 'batch' is none"),
         ({"baseline": "no/such/file.py:mine"}, "there is no file .*no/such/file.py"),
         ({**PROXIMAL_RLOO, "clip_high": 0.1}, "clip_high is not read with the correction 'sequence_clip'"),
