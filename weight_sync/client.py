@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -125,10 +125,12 @@ class WeightClient:
         status = self._ask(p.WriteRequest(version.key, file, 0, total), p.WriteStatus)[0]
         have, window = status.num_bytes, self._window
         while have < total:
-            began_at = have
-            for (asked, body), answer in self._rpc.stream(
-                self._pieces(version, file, views, have, total), window=window
-            ):
+            began_at, size = have, self._chunk_bytes
+            pieces = (
+                Ask(p.WriteRequest(version.key, file, offset, total), _slice(views, offset, min(size, total - offset)))
+                for offset in range(have, total, size)
+            )
+            for (asked, body), answer in self._rpc.stream(pieces, window=window):
                 have = _expect(asked, answer, p.WriteStatus).num_bytes
                 if have < getattr(asked, "offset", 0) + len(body):
                     break  # the service takes nothing behind a gap: one was overtaken, or it has lost some
@@ -202,13 +204,6 @@ class WeightClient:
         for name, buffers in files.items():
             if name in names:
                 self.write(version, name, buffers)
-
-    def _pieces(
-        self, version: PolicyVersion, file: str, views: Sequence[memoryview], start: int, total: int
-    ) -> Iterator[Ask]:
-        for offset in range(start, total, self._chunk_bytes):
-            size = min(self._chunk_bytes, total - offset)
-            yield Ask(p.WriteRequest(version.key, file, offset, total), _slice(views, offset, size))
 
 
 def _slice(views: Sequence[memoryview], offset: int, size: int) -> bytes | memoryview:

@@ -81,10 +81,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def size_bytes(self) -> int:
-        size = ITEM_BYTES[self.dtype]
-        for extent in self.shape:
-            size *= extent
-        return size
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 from torch import Tensor
@@ -76,18 +76,6 @@ OnCommitted = Callable[[PolicyVersion], None]
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class _Job:
-    version: PolicyVersion
-    copy: HostCopy
-    on_committed: OnCommitted | None
-
-
-class _Waiting(NamedTuple):
-    what: str
-    since_s: float
-
-
 class Publisher:
     """Publishes this stage's tensors; on the last stage also commits the version."""
 
@@ -127,13 +115,13 @@ class Publisher:
         self._clock = clock
         self._changed = threading.Condition()
         # under the condition
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[tuple[PolicyVersion, HostCopy, OnCommitted | None]] = deque()
         self._free: list[HostCopy] = []
         self._unfinished = 0
         self._closed = False
         self._error: Exception | None = None
         # replaced by the thread, read by others
-        self._waiting: _Waiting | None = None
+        self._waiting: tuple[str, float] | None = None
         # of `publish`
         self._last: PolicyVersion | None = None
         # of the thread, but for the first copies
@@ -155,8 +143,8 @@ class Publisher:
     @property
     def waiting_for(self) -> str:
         """What keeps a version from being finished, and for how long; '' while nothing does."""
-        waiting = self._waiting
-        return "" if waiting is None else f"{waiting.what}, for {self._clock() - waiting.since_s:.0f} s"
+        what, since_s = self._waiting or ("", 0.0)
+        return f"{what}, for {self._clock() - since_s:.0f} s" if what else ""
 
     def publish(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor], on_committed: OnCommitted | None = None
@@ -192,7 +180,7 @@ class Publisher:
                 self._free.append(copy)
             raise
         with self._changed:
-            self._jobs.append(_Job(version, copy, on_committed))
+            self._jobs.append((version, copy, on_committed))
             self._unfinished += 1
             self._last = version
             self._changed.notify_all()
@@ -234,7 +222,7 @@ class Publisher:
                     if not self._jobs or self._closed:
                         return
                     job = self._jobs.popleft()
-                self._publish_one(job)
+                self._publish_one(*job)
         except Exception as error:  # surfaces at the next publish, flush or close
             with self._changed:
                 self._error, self._waiting = error, None
@@ -242,18 +230,18 @@ class Publisher:
         finally:
             self._sink.close()
 
-    def _publish_one(self, job: _Job) -> None:
-        part, files = self._maker.make(job.version, job.copy)
-        self._again(job.version, lambda: self._sink.write_part(part, files))
-        as_parent = self._full_every > 1 and self._again(job.version, self._sink.wants_deltas)
+    def _publish_one(self, version: PolicyVersion, copy: HostCopy, on_committed: OnCommitted | None) -> None:
+        part, files = self._maker.make(version, copy)
+        self._again(version, lambda: self._sink.write_part(part, files))
+        as_parent = self._full_every > 1 and self._again(version, self._sink.wants_deltas)
         if self.commits:
-            self._commit(job.version, [*self._parts_of_others(job.version), part])
-            if job.on_committed is not None:
-                job.on_committed(job.version)
-        free = self._maker.keep(job.version, job.copy, part, as_parent=as_parent)
+            self._commit(version, [*self._parts_of_others(version), part])
+            if on_committed is not None:
+                on_committed(version)
+        free = self._maker.keep(version, copy, part, as_parent=as_parent)
         if as_parent and self._num_copies == NUM_COPIES:
             with contextlib.suppress(OSError):  # without it a version waits until the one before is written
-                free.append(job.copy.another())
+                free.append(copy.another())
             self._num_copies += 1
         with self._changed:
             self._free += free
@@ -300,7 +288,7 @@ class Publisher:
                     f"look at the log of learner stage {rank}"
                 )
             if waited_s > _SILENT_S:
-                self._waiting = _Waiting(f"the part of stage {rank} for version {version}", since_s)
+                self._waiting = f"the part of stage {rank} for version {version}", since_s
             self._pause(poll_s)
             poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
         self._waiting = None
@@ -326,7 +314,7 @@ class Publisher:
                 now_s = self._clock()
                 since_s = now_s if since_s is None else since_s
                 what, advice = _what_is_missing(error, self._sink.place)
-                self._waiting = _Waiting(what, since_s)
+                self._waiting = what, since_s
                 if now_s - since_s >= self._timeout_s:
                     raise PublishFailed(
                         f"version {version} waited {now_s - since_s:.0f} s for {what}; {advice}"
@@ -429,10 +417,10 @@ class PartMaker:
         key = (entry.dtype, entry.name)
         if entry.checksum == parent.checksums[key]:
             return "same", b""
-        new = copy.tensor_bytes(place, entry.dtype)
+        new, old = copy.tensor_bytes(place, entry.dtype), parent.copy.tensor_bytes(place, entry.dtype)
         if key in self._not_smaller:
             return "raw", new
-        encoding, blob = encode_delta(new, parent.copy.tensor_bytes(place, entry.dtype), ITEM_BYTES[entry.dtype])
+        encoding, blob = encode_delta(new, old, ITEM_BYTES[entry.dtype])
         if encoding == "raw":
             self._not_smaller.add(key)
         return encoding, blob

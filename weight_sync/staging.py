@@ -11,8 +11,8 @@
 
 A file gets its name once all its tensors have passed their checksums. The name of a partial file ends in the inode of
 the lock. A killed process leaves both, and the next holder of the lock continues with the file. The lock of a process
-that is stopped for `patience_s` is removed; another one makes its own and continues with copies. The stopped one may
-continue too: it writes to files of its own, and what it names has passed the same checksums.
+that is stopped for `patience_s` is removed; another one makes its own and fetches anew. The stopped one may continue
+too: it writes to files of its own, and what it names has passed the same checksums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -145,7 +144,6 @@ class HostStaging(HostFolder):
                             log.warning("%s. Going on without it", error)
                             path.unlink(missing_ok=True)
             else:
-                _adopt(self.store.version_folder(version), held)
                 return held
         raise AssertionError("unreachable")
 
@@ -255,28 +253,6 @@ def _marker(store: WeightStore, version: PolicyVersion, dtype: str) -> Path:
     return store.version_folder(version) / f".staged.{dtype}"
 
 
-def _get_on(held: BinaryIO) -> GetOn:
-    return partial(os.utime, held.fileno())
-
-
-def _partial_end(held: BinaryIO) -> str:
-    return f".{os.fstat(held.fileno()).st_ino:x}.partial"
-
-
-def _adopt(folder: Path, held: BinaryIO) -> None:
-    """Copy the partial files of a holder whose lock was removed; it may continue to write its own."""
-    end = _partial_end(held)
-    for left in folder.glob(".*.partial"):
-        if left.name.endswith(end):
-            continue
-        mine = left.with_name(f".{left.name.split('.', 1)[1].removesuffix('.partial').rpartition('.')[0]}{end}")
-        try:
-            shutil.copyfile(left, mine)
-        except OSError:  # a full disk: it is fetched from its beginning
-            mine.unlink(missing_ok=True)
-        left.unlink(missing_ok=True)
-
-
 def _stat(path: Path) -> os.stat_result | None:
     with contextlib.suppress(FileNotFoundError):
         return path.stat()
@@ -306,42 +282,30 @@ def fetch(
         WeightsGone, TransferFailed: what came stays.
         OSError: the disk is full.
     """
+    get_on = partial(os.utime, held.fileno())
     for name, entries in manifest.files_of(dtype).items():
+        sent = name if parent_folder is None else delta_name(name)
+        came = folder / f".{sent}.{os.fstat(held.fileno()).st_ino:x}.partial"
         for may_fail in (parent_folder is None, False):
-            if _is_whole(folder / name, entries, _get_on(held)):
+            if _is_whole(folder / name, entries, get_on):
                 break
             try:
-                _fetch_file(client, manifest, name, entries, folder, held, parent_folder)
+                _fetch_bytes(client, manifest, sent, came, get_on)
+                try:
+                    if parent_folder is None:
+                        check_file(came, entries, get_on)
+                        came.replace(folder / name)
+                    else:
+                        rebuild_file(entries, came, parent_folder / name, folder / name, get_on)
+                        came.unlink(missing_ok=True)
+                except WeightsCorrupt:
+                    came.unlink(missing_ok=True)
+                    raise
                 break
             except WeightsCorrupt as error:
                 if not may_fail:
                     raise
                 log.warning("fetching %s of version %s once more: %s", name, manifest.policy, error)
-
-
-def _fetch_file(
-    client: WeightClient,
-    manifest: Manifest,
-    name: str,
-    entries: list[TensorEntry],
-    folder: Path,
-    held: BinaryIO,
-    parent_folder: Path | None,
-) -> None:
-    get_on = _get_on(held)
-    came = _fetch_bytes(client, manifest, name if parent_folder is None else delta_name(name), folder, held)
-    try:
-        if parent_folder is None:
-            check_file(came, entries, get_on)
-        else:
-            rebuild_file(entries, came, parent_folder / name, folder / name, get_on)
-    except WeightsCorrupt:
-        came.unlink(missing_ok=True)
-        raise
-    if parent_folder is None:
-        came.replace(folder / name)
-    else:
-        came.unlink(missing_ok=True)
 
 
 def _is_whole(path: Path, entries: list[TensorEntry], get_on: GetOn) -> bool:
@@ -357,9 +321,9 @@ def _is_whole(path: Path, entries: list[TensorEntry], get_on: GetOn) -> bool:
     return True
 
 
-def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, folder: Path, held: BinaryIO) -> Path:
-    """Have all bytes of a file in the folder, unchecked, under a name that no reader looks for."""
-    came, total, get_on = folder / f".{name}{_partial_end(held)}", manifest.size_of(name), _get_on(held)
+def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, came: Path, get_on: GetOn) -> None:
+    """Have all bytes of a file, unchecked, under a name that no reader looks for."""
+    total = manifest.size_of(name)
     with came.open("ab", buffering=0) as file:
         if file.tell() > total:
             file.truncate(0)
@@ -373,4 +337,3 @@ def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, folder: Pa
         if start:
             log.info("going on with %s of version %s behind %d of %d bytes", name, manifest.policy, start, total)
         client.read(manifest.policy, name, total, start, append)
-    return came

@@ -22,6 +22,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,21 +57,21 @@ _REMOTE_READER_AGE_S = 300.0
 Buffers = Sequence[bytes | memoryview]
 
 
-class StagedVersion:
-    """A version on this machine that is kept from removal until this is closed. Use it as a context manager."""
+@dataclass(frozen=True)
+class StagedVersion(contextlib.AbstractContextManager["StagedVersion"]):
+    """A version on this machine that is kept from removal until its lock is closed."""
 
-    def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: BinaryIO) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.dtype = dtype
-        self.version = manifest.policy
-        self._lock = lock
+    folder: Path
+    manifest: Manifest
+    dtype: str
+    lock: BinaryIO
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.manifest.policy
 
     def close(self) -> None:
-        self._lock.close()
-
-    def __enter__(self) -> StagedVersion:
-        return self
+        self.lock.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

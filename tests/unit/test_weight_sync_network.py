@@ -162,6 +162,13 @@ def test_a_service_started_again_in_the_middle_serves_the_rest_on_the_same_port(
     assert sent <= total + 2 * 2 * 2**14
 
 
+def partial_of(staging: Path) -> Path:
+    """The name of a partial file of version 0, and the lock that a killed process left with it."""
+    lock = staging / "locks" / "0.0"
+    lock.touch()
+    return staging / "0.0" / f".{WHOLE}.{lock.stat().st_ino:x}.partial"
+
+
 def test_a_fetch_goes_on_where_an_earlier_one_broke_off(machine: Machine):
     manifest = publish(machine.folder, 0)
     total = manifest.size_of(WHOLE)
@@ -171,7 +178,7 @@ def test_a_fetch_goes_on_where_an_earlier_one_broke_off(machine: Machine):
     (staging,) = machine.staging_dir.iterdir()
     (staging / "0.0").mkdir()
     there = (machine.folder / "0.0" / WHOLE).read_bytes()[: total // 2 + 77]
-    (staging / "0.0" / f".{WHOLE}.0a.partial").write_bytes(there)
+    partial_of(staging).write_bytes(there)
     with machine.puller("actor-1").fetch(v(0)) as staged:
         assert_holds(staged, 0)
     assert machine.read_bytes()["0.0"] == {WHOLE: total - len(there)}
@@ -184,7 +191,7 @@ def test_what_came_wrong_before_is_found_at_the_end_and_fetched_again(machine: M
     puller.fetch(v(1)).close()
     (staging,) = machine.staging_dir.iterdir()
     (staging / "0.0").mkdir()
-    (staging / "0.0" / f".{WHOLE}.0a.partial").write_bytes(bytes(manifest.size_of(WHOLE) // 2))
+    partial_of(staging).write_bytes(bytes(manifest.size_of(WHOLE) // 2))
     with machine.puller("actor-1").fetch(v(0)) as staged:
         assert_holds(staged, 0)
 
