@@ -31,7 +31,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
@@ -53,13 +53,12 @@ from algorithms.base import (
 # --- weights ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Weighing:
-    """The weight is `weight_T` where `kept_T`, else 0."""
+class Weighing(NamedTuple):
+    """The weight of each token, whether a mask keeps it, and the share of tokens that each correction changes."""
 
     weight_T: Tensor
     kept_T: Tensor
-    metrics: Measured = field(default_factory=dict)
+    metrics: Measured
 
 
 class TokenTIS(Correction):
@@ -77,8 +76,10 @@ class TokenTIS(Correction):
             raise ValueError(f"{self.type}: floor = {self.floor} is not below cap = {self.cap}")
         return self
 
-    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
-        return _truncated(weighing, log_rho_T.exp(), self.cap, self.type, self.floor)
+    def truncated(self, inputs: LossInputs, log_rho_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight of each token, and whether a bound changed it."""
+        rho_T = log_rho_T.exp()
+        return rho_T.clamp(self.floor, self.cap), (rho_T > self.cap) | (rho_T < self.floor)
 
 
 class SequenceTIS(Correction):
@@ -87,9 +88,9 @@ class SequenceTIS(Correction):
     type: Literal["sequence_tis"] = "sequence_tis"
     cap: PositiveFloat = Field(default=2.0, description="C; 2 to 10.")
 
-    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+    def truncated(self, inputs: LossInputs, log_rho_T: Tensor) -> tuple[Tensor, Tensor]:
         rho_T = clamped_exp(inputs.sum_per_sequence(log_rho_T))[inputs.sequence_T]
-        return _truncated(weighing, rho_T, self.cap, self.type)
+        return rho_T.clamp_max(self.cap), rho_T > self.cap
 
 
 class IcePop(Interval):
@@ -99,9 +100,9 @@ class IcePop(Interval):
     low: NonNegativeFloat = Field(default=0.5, description="Least rho that is kept.")
     high: PositiveFloat = Field(default=5.0, description="Greatest rho that is kept.")
 
-    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+    def kept(self, inputs: LossInputs, log_rho_T: Tensor) -> Tensor:
         rho_T = log_rho_T.exp()
-        return _masked(weighing, (rho_T >= self.low) & (rho_T <= self.high), self.type)
+        return (rho_T >= self.low) & (rho_T <= self.high)
 
 
 class GeometricMask(Interval):
@@ -111,9 +112,9 @@ class GeometricMask(Interval):
     low: NonNegativeFloat = Field(default=0.5, description="Least exp(mean log rho) of a sequence that is kept.")
     high: PositiveFloat = Field(default=2.0, description="Greatest exp(mean log rho) of a sequence that is kept.")
 
-    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+    def kept(self, inputs: LossInputs, log_rho_T: Tensor) -> Tensor:
         mean_B = inputs.mean_per_sequence(log_rho_T).exp()
-        return _masked(weighing, ((mean_B >= self.low) & (mean_B <= self.high))[inputs.sequence_T], self.type)
+        return ((mean_B >= self.low) & (mean_B <= self.high))[inputs.sequence_T]
 
 
 # --- surrogates -------------------------------------------------------------------------------------
@@ -224,11 +225,18 @@ def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection])
     """
     log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
     log_rho_T = log_rho_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    weighing = Weighing(log_rho_T.exp(), torch.ones_like(log_rho_T, dtype=torch.bool))
+    weight_T, kept_T = log_rho_T.exp(), torch.ones_like(log_rho_T, dtype=torch.bool)
+    metrics: Measured = {}
     for each in corrections:
-        if isinstance(each, AnyWeight):
-            weighing = each.apply(inputs, log_rho_T, weighing)
-    return Weighing(torch.where(weighing.kept_T, weighing.weight_T, 0.0), weighing.kept_T, weighing.metrics)
+        if isinstance(each, TokenTIS | SequenceTIS):
+            weight_T, changed_T = each.truncated(inputs, log_rho_T)
+        elif isinstance(each, IcePop | GeometricMask):
+            changed_T = ~each.kept(inputs, log_rho_T)
+            kept_T = kept_T & ~changed_T
+        else:
+            continue
+        metrics[f"off_policy/{each.type}_frac"] = share_of(changed_T, max(1, changed_T.numel()))
+    return Weighing(torch.where(kept_T, weight_T, 0.0), kept_T, metrics)
 
 
 class WeighedSection(AlgorithmSection):
@@ -261,17 +269,6 @@ def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tupl
     # the difference is 0, and its gradient is 1
     weighed_T = logprobs_T + weighing.weight_T * (inputs.logprobs_T - logprobs_T)
     return replace(inputs, logprobs_T=weighed_T), weighing.weight_T, weighing.metrics
-
-
-def _truncated(weighing: Weighing, rho_T: Tensor, cap: float, name: str, floor: float = 0.0) -> Weighing:
-    share = share_of((rho_T > cap) | (rho_T < floor), max(1, rho_T.numel()))
-    metrics = {**weighing.metrics, f"off_policy/{name}_frac": share}
-    return Weighing(rho_T.clamp(floor, cap), weighing.kept_T, metrics)
-
-
-def _masked(weighing: Weighing, kept_T: Tensor, name: str) -> Weighing:
-    metrics = {**weighing.metrics, f"off_policy/{name}_frac": share_of(~kept_T, max(1, kept_T.numel()))}
-    return Weighing(weighing.weight_T, weighing.kept_T & kept_T, metrics)
 
 
 # --- how far the data are --------------------------------------------------------------------------
