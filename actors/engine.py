@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from actors.config import ActorsConfig, KvCache
+from actors.config import ActorsConfig
 from actors.engine_output import (
     EngineError,
-    EngineReport,
     EngineStats,
     Generation,
     RequestRefused,
@@ -88,7 +87,7 @@ class Engine:
         stats: EngineStats,
     ) -> None:
         self._llm: AsyncLLM | None = llm
-        self._stats = stats
+        self.stats = stats
         self._sockets = sockets
         self._config = config
         self.version = version
@@ -135,22 +134,6 @@ class Engine:
             sockets.remove()
             raise EngineDead(f"the vLLM engine for {model_path} did not start: {error}") from error
         return engine
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step so far, which makes a token of each running sample; 0 before the first."""
-        return self._stats.step_s
-
-    @property
-    def num_steps(self) -> int:
-        return self._stats.num_steps
-
-    @property
-    def cache(self) -> KvCache | None:
-        return self._stats.cache
-
-    def report(self) -> EngineReport:
-        return self._stats.report()
 
     async def generate(
         self,
@@ -225,7 +208,7 @@ class Engine:
         llm = self._alive()
         version = self.version
         # prefixes cached under one version are never reused under another
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=version.key)
         request_id = f"r{next(self._numbers)}"
         # requests with a long prefix are preempted last: most would have to be computed anew
         num_there = 0 if prefix is None else len(prefix.token_ids)
@@ -233,7 +216,7 @@ class Engine:
             self._running[key] = _Running(request_id, prefix, version)
         try:
             final = None
-            with self._stats.request(len(prompt_token_ids)):
+            with self.stats.request(len(prompt_token_ids)):
                 async for output in llm.generate(prompt, params, request_id, priority=-num_there):
                     final = output
         except Exception as error:
@@ -247,9 +230,6 @@ class Engine:
         if final is None:
             raise RequestRefused("vLLM ended a request without an output")
         return version, final
-
-    def _cache_salt(self) -> str:
-        return self.version.key
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
         """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
@@ -298,7 +278,7 @@ class Engine:
                 self._broken = f"its update to version {staged.version} failed half way: {late}"
                 raise EngineDead(self._last_words()) from error
             self._broken = None
-            self._stats.interrupt(recomputes=kv_cache == "recompute")
+            self.stats.interrupt(recomputes=kv_cache == "recompute")
             self.version = staged.version
             return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
 
@@ -352,12 +332,8 @@ class Engine:
         )
 
 
-class EngineGone(RuntimeError):
-    """The engine's process ended while its answer was waited for."""
-
-
 async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
-    """Await work with an engine; EngineGone if its process ends meanwhile.
+    """Await work with an engine; EngineDead if its process ends meanwhile.
 
     After a death vLLM fails the requests, but leaves calls to its workers waiting.
     """
@@ -365,7 +341,7 @@ async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
     try:
         while not task.done():
             if llm.errored:
-                raise EngineGone("its process ended")
+                raise EngineDead("its process ended")
             await asyncio.wait({task}, timeout=_LOOK_EVERY_S)
         return task.result()
     finally:

@@ -180,6 +180,7 @@ class EngineStats:
 
     @property
     def step_s(self) -> float:
+        """Mean seconds of a step so far, which makes a token of each running sample; 0 before the first."""
         return float(self._moments[2] / self._moments[1]) if self._moments[1] else 0.0
 
     def report(self) -> EngineReport:

@@ -254,7 +254,7 @@ class ActorLoop:
             hand_on_at=self._hand_on_at,
             waiting=waiting,
             waiting_s=waiting_s,
-            engine=parts.engine.report(),
+            engine=parts.engine.stats.report(),
         )
 
     def _waiting_for(self) -> tuple[str, float]:
@@ -287,7 +287,7 @@ class ActorLoop:
                 continue
             asked_s = self._clock()
             wants = self._maker.admission.needs_lengths
-            asked = self._client.lease(room, self._pool, self._engine.step_s, wants_lengths=wants)
+            asked = self._client.lease(room, self._pool, self._engine.stats.step_s, wants_lengths=wants)
             grant = await self._handing_on.granted(asked)
             self._follower.hear_of(PolicyVersion(*grant.newest))
             self._hand_on_at = grant.hand_on_at

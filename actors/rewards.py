@@ -121,17 +121,14 @@ class Scorer:
 
     async def score(self, problem: Problem, completion: str) -> Scored:
         """Return the reward of one completion; RewardFailed if a function failed on it, and again on every retry."""
-        if len(self._lanes) == 1:
-            values = [await self._lanes[0].value(problem, completion)]
-        else:
-            outcomes = await asyncio.gather(
-                *(lane.value(problem, completion) for lane in self._lanes), return_exceptions=True
-            )
-            # all have ended before one failure is raised, so that none is left without a reader
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-            values = cast("list[float | None]", outcomes)
+        outcomes = await asyncio.gather(
+            *(lane.value(problem, completion) for lane in self._lanes), return_exceptions=True
+        )
+        # all have ended before one failure is raised, so that none is left without a reader
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        values = cast("list[float | None]", outcomes)
         given = [value for value in values if value is not None]
         parts = {lane.function.name: value for lane, value in zip(self._lanes, values, strict=True)}
         try:

@@ -107,7 +107,7 @@ class SampleMaker:
         self._follower = follower
         self._scorer = scorer
         self._decoder = decoder
-        self.admission = admission_of(config, engine.cache, lambda: engine.num_steps)
+        self.admission = admission_of(config, engine.stats.cache, lambda: engine.stats.num_steps)
         # its own, for samples hold theirs while an evaluation keeps them waiting
         self._evaluation_slots = asyncio.Semaphore(self.admission.num_sure)
         self._started_s: dict[RequestKey, float] = {}

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +160,7 @@ def serve(parent: str) -> None:
     if os.getppid() != int(parent):
         return
     if not job["isolated"]:
-        with _folder() as folder:
+        with tempfile.TemporaryDirectory(prefix="leeway-code-", ignore_cleanup_errors=True) as folder:
             _write(_results(job, folder))
         return
     if child := os.fork():  # the first process of its namespace, with which all others there end
@@ -179,15 +178,6 @@ def serve(parent: str) -> None:
 
 def _write(results: list[bool | list[str]]) -> None:
     print(json.dumps(results), flush=True)
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="leeway-code-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mount_read_only() -> None:

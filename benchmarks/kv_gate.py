@@ -127,9 +127,9 @@ async def measured(
     served = prepare_serving_model(folder / "model", folder / "served")
     engine = await Engine.start(served, case.config(SLOTS), version=PolicyVersion(0, 0), seed=0)
     try:
-        assert engine.cache is not None, "vLLM says how large it is"
+        assert engine.stats.cache is not None, "vLLM says how large it is"
         gates = {f"slots {number}": (case.config(number), KvGate[int](case.config(number), None)) for number in FIXED}
-        gates[CACHE] = (case.config(SLOTS), KvGate[int](case.config(SLOTS), engine.cache))
+        gates[CACHE] = (case.config(SLOTS), KvGate[int](case.config(SLOTS), engine.stats.cache))
         actor = BusyActor(engine, case)
         await actor.keep_busy(*gates[CACHE], LEARNED_S if num_rounds > 1 else seconds)
         turns: dict[str, list[Figures]] = {name: [] for name in gates}
@@ -137,7 +137,7 @@ async def measured(
             found = await actor.keep_busy(*gates[name], seconds)
             turns[name].append(found)
             print(json.dumps({"round": number + 1, "admission": name, **found}), file=sys.stderr, flush=True)
-        return turns, engine.cache._asdict()
+        return turns, engine.stats.cache._asdict()
     finally:
         await engine.stop()
 
@@ -159,11 +159,11 @@ class BusyActor:
         Returns:
             `tokens_per_s`: of completions that ended; `running`: samples, mean; `preempted`: preemptions per sample.
         """
-        slots, engine = CacheAdmission(gate, lambda: float(self._engine.num_steps)), self._engine
+        slots, engine = CacheAdmission(gate, lambda: float(self._engine.stats.num_steps)), self._engine
         open_: dict[int, int] = {}
         ended: list[int] = []
         room_changed = asyncio.Event()
-        busy, began_s, before = BusyClock(time.perf_counter), time.perf_counter(), engine.report()
+        busy, began_s, before = BusyClock(time.perf_counter), time.perf_counter(), engine.stats.report()
         tasks: set[asyncio.Task[None]] = set()
 
         async def group(number: int) -> None:
@@ -193,7 +193,12 @@ class BusyActor:
                 task.add_done_callback(tasks.discard)
                 await asyncio.sleep(0)
             await room_changed.wait()
-        after, took_s, tokens, running_s = engine.report(), time.perf_counter() - began_s, sum(ended), busy.running_s()
+        after, took_s, tokens, running_s = (
+            engine.stats.report(),
+            time.perf_counter() - began_s,
+            sum(ended),
+            busy.running_s(),
+        )
         await asyncio.gather(*tasks)
         return {
             "tokens_per_s": tokens / took_s,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from actors.tasks.config import Classifier, CodeRule, FileTask, Judge, ReasoningGymTask, RegexRule, TaskConfig
 from actors.tasks.functions import arguments_of, check_functions, check_network, load_function, try_imports
-from actors.tasks.prompts import Split, Template, file_problems, held_out, split_field, teachers_of
+from actors.tasks.prompts import Template, file_problems, held_out, split_field, teachers_of
 from actors.tasks.rules import ANSWERS, check_rule, load_rule
 from actors.tasks.task import PROMPTS, Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
@@ -59,10 +59,8 @@ def check_task(
     imported. With teachers, by their names, each prompt must have one.
     """
     reads = None if teachers else _read_columns(config)
-    split, columns = _problems(config, None if reads is None else {*reads, PROMPTS})
-    task = Task(split.train, split.heldout, (), split.rows, split.store)
-    named = config.named_rewards
-    check_functions(config.rewards, columns, named)
+    task = load_task(config, None if reads is None else {*reads, PROMPTS})
+    columns, named = task.rewards[0].columns, config.named_rewards
     for name in config.rewards:
         _check_named(name, config, columns, task, has_model=model_folder is not None, here=import_limit_s is not None)
     end_of_turn, answer_start = None, ""
@@ -77,12 +75,16 @@ def check_task(
     of_prompts = b""
     if config.teacher_column is not None and teachers:
         of_prompts = teachers_of(task.train, config.teacher_column, teachers)
-    facts = replace(task.facts(of_prompts), column_digests=task.column_digests())
-    return replace(facts, end_of_turn=end_of_turn, answer_start=answer_start)
+    return replace(
+        task.facts(of_prompts),
+        end_of_turn=end_of_turn,
+        answer_start=answer_start,
+        column_digests=task.column_digests(),
+    )
 
 
 def _check_named(
-    name: str, config: ReasoningGymTask | FileTask, columns: list[str], task: Task, *, has_model: bool, here: bool
+    name: str, config: ReasoningGymTask | FileTask, columns: Sequence[str], task: Task, *, has_model: bool, here: bool
 ) -> None:
     """Check what stands under a name of `rewards`; heavy imports are made on use."""
     section = config.named_rewards.get(name)
@@ -115,7 +117,13 @@ def load_encoded(
 
 def load_task(config: TaskConfig, reads: Collection[str] | None = None, codec: PromptCodec | None = None) -> Task:
     """Return the task with these columns (None: all), its rewards not yet loaded; TaskError as `check_task`."""
-    split, columns = _problems(config, reads, codec)
+    if isinstance(config, ReasoningGymTask):
+        # it imports a library that a process with prompts from files need not load
+        from actors.tasks.gym import COLUMNS, gym_problems
+
+        split, columns = gym_problems(config, reads, codec), list(COLUMNS)
+    else:
+        split, columns = file_problems(config, reads, codec)
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
     rewards = [
@@ -170,14 +178,3 @@ def load_reward(function: RewardFunction) -> Call:
 
     assert isinstance(function.task, ReasoningGymTask), "rows of a file do not score answers"
     return gym_scorer(function.task)
-
-
-def _problems(
-    config: ReasoningGymTask | FileTask, reads: Collection[str] | None, codec: PromptCodec | None = None
-) -> tuple[Split, list[str]]:
-    if isinstance(config, ReasoningGymTask):
-        # it imports a library that a process with prompts from files need not load
-        from actors.tasks.gym import COLUMNS, gym_problems
-
-        return gym_problems(config, reads, codec), list(COLUMNS)
-    return file_problems(config, reads, codec)

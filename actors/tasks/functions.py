@@ -197,16 +197,13 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
     _check_arguments(reference, required, columns)
     wanted = [name for name in columns if takes_all or name in named]
 
-    def arguments(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
+    def call(problems: Sequence[Problem], completions: Sequence[str]) -> Any:  # noqa: ANN401 -- the user's
         # samples of a group share their problem, and a function may change what it gets
         values: dict[str, Any] = {name: [copy.deepcopy(one.columns.get(name)) for one in problems] for name in wanted}
         if takes_all or "prompts" in named:
             values["prompts"] = [one.text for one in problems]
         if takes_all or "completions" in named:
             values["completions"] = list(completions)
-        return values
-
-    def call(problems: Sequence[Problem], completions: Sequence[str]) -> Any:  # noqa: ANN401 -- the user's
-        return function(**arguments(problems, completions))
+        return function(**values)
 
     return call

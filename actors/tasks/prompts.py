@@ -78,7 +78,7 @@ def _has_null(value: object) -> bool:
 def _entry(container: object, key: str, field: str) -> object:
     if container is None:
         return None
-    if isinstance(container, list | tuple) and key.isdigit() and int(key) < len(container):
+    if isinstance(container, list | tuple) and key.isdecimal() and int(key) < len(container):
         return container[int(key)]
     if isinstance(container, Mapping):
         if key in container:
@@ -100,14 +100,11 @@ def split_field(field: str) -> tuple[str, list[str]]:
 
 def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- any JSON
     """Return a row's value under `column[key][key]`, None if it has none; TaskError as `split_field`."""
-    column, keys = split_field(field)
-    value = columns.get(column)
-    for key in keys:
-        if isinstance(value, list):
-            value = value[int(key)] if key.isdecimal() and int(key) < len(value) else None
-        else:
-            value = value.get(key) if isinstance(value, dict) else None
-    return value
+    split_field(field)
+    try:
+        return _Columns().get_field(field, (), columns)[0]
+    except TaskError:
+        return None
 
 
 def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]) -> bytes:

@@ -101,7 +101,7 @@ async def _measure(place: Place, shape: str) -> None:
     served = prepare_serving_model(place.model(shape), place.folder / "serving")
     start_s = time.perf_counter()
     engine = await Engine.start(served, load.config(place), version=FIRST, seed=1)
-    cache = engine.cache._asdict() if engine.cache else None
+    cache = engine.stats.cache._asdict() if engine.stats.cache else None
     place.tell("start", start_s=time.perf_counter() - start_s, shape=place.shape(shape)[0], cache=cache)
     try:
         for number in range(NUM_ROUNDS):
@@ -289,8 +289,8 @@ async def _update_in_flight(place: Place, engine: Engine, learner: Learner, load
 
 
 async def _wait_for_steps(engine: Engine) -> None:
-    wanted, deadline_s = engine.num_steps + NUM_BETWEEN, time.monotonic() + DRAIN_S
-    while engine.num_steps < wanted:
+    wanted, deadline_s = engine.stats.num_steps + NUM_BETWEEN, time.monotonic() + DRAIN_S
+    while engine.stats.num_steps < wanted:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"the engine took fewer than {NUM_BETWEEN} steps in {DRAIN_S:g} s after an update")
         await asyncio.sleep(POLL_S)

@@ -95,12 +95,12 @@ async def test_temperature_zero_takes_the_likeliest_token(world: World):
 async def test_samples_that_are_preempted_go_on_as_the_learner_scores_them(world: World):
     chance, policy = random.Random(0), world.policies[world.engine.version]
     asked = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # a block each, and soon two
-    before = world.engine.report().num_preempted
+    before = world.engine.stats.report().num_preempted
     for first in range(0, 480, 48):  # where the machine is slow, some end before the last ones start, and all fit
         completions = list(
             await asyncio.gather(*[world.engine.generate(prompt, seed=first + i) for i, prompt in enumerate(asked)])
         )
-        if world.engine.report().num_preempted > before:
+        if world.engine.stats.report().num_preempted > before:
             break
     else:
         pytest.fail("ten times 48 samples ran, and the cache held all that were in flight")

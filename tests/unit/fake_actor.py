@@ -17,7 +17,7 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engine import EngineDead, UpdateRefused
-from actors.engine_output import EngineReport, Generation
+from actors.engine_output import EngineStats, Generation
 from actors.loop import ActorLoop, Parts
 from actors.rewards import Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
@@ -38,8 +38,7 @@ class FakeEngine:
 
     def __init__(self, seconds=0.0):
         self.version = PolicyVersion(0, 0)
-        self.cache = None
-        self.num_steps = 0
+        self.stats = EngineStats()
         self.seconds = seconds
         self.started_at = []
         self.seeds = []
@@ -126,11 +125,6 @@ class FakeEngine:
         spans = (VersionSpan(self.version, 0, len(tokens)),) if len(tokens) else ()
         logprobs = np.full(len(tokens), -0.5, np.float32)
         return Generation(tokens, logprobs, spans, HANDED_ON).after(prefix)
-
-    step_s = 0.0
-
-    def report(self):
-        return EngineReport()
 
     async def prepare(self, staged, *, timeout_s):
         self.prepared.append(staged.version)

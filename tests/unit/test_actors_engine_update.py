@@ -14,7 +14,7 @@ import pytest
 
 from actors import engine as engine_module
 from actors.config import ActorsConfig
-from actors.engine import Engine, EngineDead, EngineGone, UpdateRefused, verify, while_alive
+from actors.engine import Engine, EngineDead, UpdateRefused, verify, while_alive
 from actors.engine_output import EngineStats
 from common.staleness import PolicyVersion
 
@@ -35,7 +35,7 @@ async def test_what_is_asked_of_an_engine_that_dies_fails_though_no_answer_comes
     assert not asking.done()
     llm.errored = True
     async with asyncio.timeout(60):
-        with pytest.raises(EngineGone):
+        with pytest.raises(EngineDead, match="its process ended"):
             await asking
         await ended.wait()
 

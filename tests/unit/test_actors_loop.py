@@ -12,6 +12,7 @@ import pytest
 
 from actors import loop
 from actors.engine import Engine, EngineDead
+from actors.engine_output import EngineReport
 from actors.loop import ActorFenced
 from actors.report import EvalRequest
 from actors.sample import MOST_COLUMN_BYTES, kept_columns
@@ -458,7 +459,7 @@ async def test_the_loop_costs_well_under_a_millisecond_of_processor_time_per_sam
 
 async def test_an_actor_that_leases_says_its_pool_and_how_fast_its_engine_is():
     buffer, engine = FakeBuffer(2), FakeEngine()
-    engine.step_s = 0.25
+    engine.stats = SimpleNamespace(step_s=0.25, num_steps=0, cache=None, report=EngineReport)
     await run_to_end(make_actor(buffer, engine))
     assert set(buffer.asked) == {("actors", 0.25)}
 
