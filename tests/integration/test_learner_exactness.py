@@ -220,7 +220,7 @@ def gradients_of_plain(
         values.append(head(states[0, predicting])[:, 0])
     leaves = Leaves(torch.cat(logprobs), torch.cat(values) if algorithm.needs.critic else None)
     reference_T = leaves.logprobs_T.detach().float().double()  # scores are rounded to what the buffer stores
-    inputs = batch.loss_inputs(leaves, leaves, reference_T, 0)
+    inputs = batch.loss_inputs(leaves, leaves, reference_T)
     graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
     loss = loss_for(algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
     loss.backward()

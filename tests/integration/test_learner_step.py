@@ -141,7 +141,7 @@ class Unsplit:
 
     def _update(self, part, rows, old, reference_T, where) -> None:
         leaves = self.leaves(rows)
-        inputs = part.loss_inputs(leaves, old, reference_T, part.version)
+        inputs = part.loss_inputs(leaves, old, reference_T)
         # put the model's graph back in place of the leaves
         graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
         loss = loss_for(self.case.algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss

@@ -96,7 +96,7 @@ def unsplit(folder) -> dict[str, torch.Tensor]:
         reference_T = torch.cat(own).float()
         assert all((reference_T - each).abs().max() > 1 for each in by_teacher), "one teacher alone would not do"
         leaves = Leaves(torch.cat([logprobs_of(models["student"], row) for row in rows]))
-        inputs = build(rows, 0, 300).loss_inputs(leaves, leaves, reference_T.double(), 0)
+        inputs = build(rows, 0, 300).loss_inputs(leaves, leaves, reference_T.double())
         loss_for(ALGORITHM)(type(inputs)(**{**vars(inputs), "logprobs_T": leaves.logprobs_T})).loss.backward()
     return {"scores": reference_T, **{name: weight.grad for name, weight in models["student"].named_parameters()}}
 

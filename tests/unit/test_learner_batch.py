@@ -98,7 +98,7 @@ def check_same(batch: StepBatch, wanted: OneByOne, version: int) -> None:
         assert equal(getattr(batch, name), getattr(wanted, name)), name
     assert batch.unscored().tolist() == [i for i, row in enumerate(wanted.rows) if row.reference_logprobs is None]
     leaves = Leaves(torch.zeros(len(wanted.logprobs_T), dtype=torch.float64))
-    inputs = batch.loss_inputs(leaves, leaves, leaves.logprobs_T, 1)
+    inputs = batch.loss_inputs(leaves, leaves, leaves.logprobs_T)
     assert equal(inputs.behaviour_logprobs_T, torch.tensor(wanted.logprobs_T).double())
     assert equal(inputs.rewards_B, torch.tensor([row.reward for row in wanted.rows], dtype=torch.float64))
     assert inputs.finished_B.tolist() == [row.finish_reason == "stop" for row in wanted.rows]
