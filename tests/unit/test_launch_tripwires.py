@@ -307,7 +307,7 @@ def run(tmp_path, request):
         said: list[str] = []
         display = SimpleNamespace(say=said.append, update=lambda progress: None)
         tracker = Tracker(plan.config, plan.folder)
-        request.addfinalizer(tracker.close)
+        request.addfinalizer(tracker.__exit__)
         interrupts, observer = SimpleNamespace(count=0, training=False), Observer(plan)
         trace = Trace(plan.folder.timeline)
         request.addfinalizer(trace.close)
