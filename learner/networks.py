@@ -102,23 +102,16 @@ class PassesOfBoth(Protocol):
         """As `Pipeline.train`, of each network."""
 
 
+@dataclass(eq=False)
 class Networks:
     """The policy and perhaps a critic; every method is called by all ranks."""
 
-    def __init__(
-        self,
-        policy: Network,
-        critic: Network | None,
-        config: LearnerConfig,
-        mesh: Mesh,
-        fused: PassesOfBoth | None = None,
-    ) -> None:
-        """With fused passes the critic's stages are counted from the other end."""
-        self.policy = policy
-        self.critic = critic
-        self.mesh = mesh
-        self._config = config
-        self._fused = fused
+    policy: Network
+    critic: Network | None
+    config: LearnerConfig
+    mesh: Mesh
+    fused: PassesOfBoth | None = None
+    """With these the critic's stages are counted from the other end."""
 
     @property
     def all(self) -> tuple[Network, ...]:
@@ -130,22 +123,14 @@ class Networks:
         """Of the policy, then of a critic of either kind."""
         return [optimizer for network in self.all for optimizer in network.optimizers]
 
-    def num_parameters(self) -> int:
-        """Count all that is trained, a tied weight once."""
-        count = torch.zeros(1, dtype=torch.int64)
-        if self.mesh.place.publishes:
-            count += sum(parameter.numel() for optimizer in self.optimizers for parameter in optimizer.counted)
-        dist.all_reduce(count)
-        return int(count)
-
     def on_device(self, packed: PackedBatch) -> DeviceBatch:
         """Return this replica's share of a batch, on the policy's device."""
         return share_of(packed, self.mesh, self.policy.device)
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
         """Return log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
-        if self._fused is not None:
-            said = [gather_tokens(outputs, batch, self.mesh) for outputs in self._fused.forward_only(batch)]
+        if self.fused is not None:
+            said = [gather_tokens(outputs, batch, self.mesh) for outputs in self.fused.forward_only(batch)]
             said[1] = self._carry(said[1], batch, to_last=True)
         else:
             said = [gather_tokens(network.pipeline.forward_only(batch), batch, self.mesh) for network in self.all]
@@ -163,10 +148,10 @@ class Networks:
         """
         place = self.mesh.place
         rows = self._rows(batch, gradient) if place.is_last else None
-        if self._fused is not None:
+        if self.fused is not None:
             of_values = self._carry(None if rows is None else rows[1:], batch, to_last=False)
             own = (None if rows is None else rows[:1], of_values)
-            self._fused.train(batch, [None if each is None else _spread(each, batch) for each in own])
+            self.fused.train(batch, [None if each is None else _spread(each, batch) for each in own])
             return
         for network in self.all:
             module, coefficients = network.modules[-1], None
@@ -217,7 +202,7 @@ class Networks:
 
     def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
         """Take the optimizer step of an update, 0-based over all steps, if the coordinator so decides."""
-        return update_together(self.optimizers, learning_rate(self._config, number), decision, self.mesh)
+        return update_together(self.optimizers, learning_rate(self.config, number), decision, self.mesh)
 
 
 def share_of(packed: PackedBatch, mesh: Mesh, device: torch.device) -> DeviceBatch:
@@ -321,22 +306,18 @@ def load_networks(
     return Networks(policy, values, config, mesh, fused)
 
 
+@dataclass(eq=False)
 class Reference:
     """Frozen models that score every sample once: one for all, or several teachers, each for its own prompts."""
 
-    def __init__(
-        self, pipelines: Sequence[Pipeline], mesh: Mesh, device: torch.device, dtype: torch.dtype, teachers: bytes = b""
-    ) -> None:
-        """Take this rank's chunks of the frozen models; none if the algorithm needs no reference.
-
-        `dtype` is that of the log-probabilities which a loss reads. `teachers` gives the model of a prompt, by its id;
-        empty if one scores all.
-        """
-        self.pipelines = tuple(pipelines)
-        self._mesh = mesh
-        self._device = device
-        self._dtype = dtype
-        self._teacher_of_prompt = np.frombuffer(teachers, np.uint8)
+    pipelines: Sequence[Pipeline]
+    """This rank's chunks; empty if the algorithm needs no reference."""
+    mesh: Mesh
+    device: torch.device
+    dtype: torch.dtype
+    """Of the log-probabilities which a loss reads."""
+    teachers: bytes = b""
+    """The number of the model of each prompt, by its id; empty if one scores all."""
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
         """Return reference log-probabilities, and those computed anew. All ranks call it together.
@@ -344,13 +325,13 @@ class Reference:
         On the last stages [T], to float32 in any precision, NaN without a reference, and the new ones; None and nothing
         on the others. Off-loaded models leave the device after it.
         """
-        reference_T = self._stored(batch) if self._mesh.place.is_last else None
+        reference_T = self._stored(batch) if self.mesh.place.is_last else None
         unscored = batch.unscored()
         scores: Scores = {}
         for pipeline, found in self._by_model(batch.prompt_B[unscored]):
             own = unscored[found]
             is_all = len(own) == batch.rows.num_rows
-            packed = on_device if is_all else share_of(batch.pack(own), self._mesh, self._device)
+            packed = on_device if is_all else share_of(batch.pack(own), self.mesh, self.device)
             new_T = self._logprobs(pipeline, packed)
             if new_T is None or reference_T is None:
                 continue
@@ -364,15 +345,14 @@ class Reference:
         """Yield the models that have some of these sequences, in the same order on all ranks, and which each has."""
         if not self.pipelines:
             return
-        has_several = len(self._teacher_of_prompt) > 0
-        number_B = self._teacher_of_prompt[prompt_B] if has_several else np.zeros_like(prompt_B)
+        number_B = np.frombuffer(self.teachers, np.uint8)[prompt_B] if self.teachers else np.zeros_like(prompt_B)
         for number in np.unique(number_B):
             yield self.pipelines[number], np.flatnonzero(number_B == number)
 
     def _logprobs(self, pipeline: Pipeline, on_device: DeviceBatch) -> Tensor | None:
         """Of all T tokens, as stored, so that a step taken again reads the same numbers also in float64."""
         self._release(but=pipeline)
-        found = gather_tokens(pipeline.forward_only(on_device), on_device, self._mesh)
+        found = gather_tokens(pipeline.forward_only(on_device), on_device, self.mesh)
         return None if found is None else found[0].to(torch.float32)
 
     def _release(self, but: Pipeline | None = None) -> None:
@@ -385,7 +365,7 @@ class Reference:
         column = batch.rows.column("reference_logprobs")
         known_T = np.full(len(batch.sequence_T), np.nan)
         known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
-        return torch.from_numpy(known_T).to(self._device, self._dtype)
+        return torch.from_numpy(known_T).to(self.device, self.dtype)
 
 
 def _by_sequence(logprobs_T: Tensor, sequences: IntArray, lengths: IntArray) -> Scores:

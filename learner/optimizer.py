@@ -110,12 +110,6 @@ class StageOptimizer:
                 fused=True,
             )
 
-    @property
-    def counted(self) -> list[nn.Parameter]:
-        """All but the second copy of a tied weight: the first stage counts that, with the same summed gradient."""
-        second_copy = HEAD if self._shares_embedding and self._mesh.place.is_last else None
-        return [parameter for name, parameter in self.parameters.items() if name != second_copy]
-
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared gradient norm, float64.
 
@@ -124,10 +118,12 @@ class StageOptimizer:
         self._hand_over()
         self._sum_over_replicas()
         self._sum_tied_gradients()
-        if not self._mesh.place.publishes:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        gradients = [parameter.grad for parameter in self.counted if parameter.grad is not None]
-        if not gradients:
+        # of a tied weight the first stage counts its copy, with the same summed gradient
+        second_copy = HEAD if self._shares_embedding and self._mesh.place.is_last else None
+        gradients = [
+            each.grad for name, each in self.parameters.items() if name != second_copy and each.grad is not None
+        ]
+        if not gradients or not self._mesh.place.publishes:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return nn.utils.get_total_norm(gradients).double().square()
 

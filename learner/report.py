@@ -242,22 +242,20 @@ class BadBatches:
         """Steps in a row, up to the newest, without a finite loss or gradient; a restart takes them from the
         checkpoint."""
 
-    def path(self, step: int) -> Path:
-        return self._folder / f"step-{step}.arrow"
-
     def keep(self, step: int, body: bytes | memoryview | None) -> str:
         """Write the draw of a step down, as the Arrow IPC stream that the buffer sent; return where, or why not.
 
         A full disk is no reason to end a run that leaves a step out. Without the `body`, which the coordinator has,
         return where that has written it.
         """
+        path = self._folder / f"step-{step}.arrow"
         try:
             if body is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self.path(step).write_bytes(body)
+                path.write_bytes(body)
         except OSError as error:
             return f"the draw is not kept: {error}"
-        return f"the draw is kept in {self.path(step)}"
+        return f"the draw is kept in {path}"
 
     def note(self, step: int, result: StepResult, body: bytes | memoryview | None) -> None:
         """Count a step without a finite loss or gradient, and on the coordinator keep its draw; TrainingDiverged if one

@@ -107,7 +107,10 @@ class TrainStep:
         if self._reads_start and not (self._takes_one_pass(batch) and self._config.updates_per_step == 1):
             old = self._networks.forward_only(on_device)
             clock.lap("time/forward")
-        draw = _Draw(batch, on_device, self._networks, reference_T, old)
+        policy, num_tokens = self._networks.policy, len(batch.sequence_T)
+        wide = torch.promote_types(policy.dtype, torch.float32)
+        unweighted_T = torch.full((num_tokens,), torch.nan, dtype=wide, device=policy.device)
+        draw = _Draw(batch, on_device, self._networks, reference_T, old, unweighted_T)
         updates: list[Update] = []
         version = batch.version
         unit_B = batch.prompt_B if self._keeps_prompts_whole else batch.group_B
@@ -226,44 +229,36 @@ class _Part:
             self.draw.first = self.draw.first or self
 
 
+@dataclass
 class _Draw:
     """A draw on its way through its updates; leaves and reference are known on the last stages alone."""
 
-    def __init__(
-        self,
-        batch: StepBatch,
-        on_device: DeviceBatch,
-        networks: Networks,
-        reference_T: Tensor | None,
-        old: Leaves | None,
-    ) -> None:
-        self.batch = batch
-        self._old = old
-        self.first: _Part | None = None
-        """The first part that met the policy, which was as at the start."""
-        self._on_device = on_device
-        self._networks = networks
-        self._reference_T = reference_T
-        wide = torch.promote_types(networks.policy.dtype, torch.float32)
-        self.applied_T = torch.full((len(batch.sequence_T),), torch.nan, dtype=wide, device=networks.policy.device)
-        """The applied importance weights; NaN stands for none."""
+    batch: StepBatch
+    on_device: DeviceBatch
+    networks: Networks
+    reference_T: Tensor | None
+    old: Leaves | None
+    applied_T: Tensor
+    """The applied importance weights; NaN stands for none."""
+    first: _Part | None = None
+    """The first part that met the policy, which was as at the start."""
 
     def part(self, sequences: IntArray, version: int) -> _Part:
         """Return some of its sequences, to be trained at a version."""
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self.applied_T.device)
-        old = None if self._old is None else self._old.of(where_T)
-        reference_T = None if self._reference_T is None else self._reference_T[where_T]
+        old = None if self.old is None else self.old.of(where_T)
+        reference_T = None if self.reference_T is None else self.reference_T[where_T]
         if len(sequences) == self.batch.rows.num_rows:
-            return _Part(self, replace(self.batch, version=version), self._on_device, where_T, reference_T, old)
+            return _Part(self, replace(self.batch, version=version), self.on_device, where_T, reference_T, old)
         batch = self.batch.part(sequences, version)
-        return _Part(self, batch, self._networks.on_device(batch.packed), where_T, reference_T, old)
+        return _Part(self, batch, self.networks.on_device(batch.packed), where_T, reference_T, old)
 
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
         """On the coordinator: return how far the data were from the policy when the draw began; of lag 0 by actor too.
 
         Without a pass at the start, these are of what the first update trained.
         """
-        if not self._networks.mesh.place.is_coordinator:
+        if not self.networks.mesh.place.is_coordinator:
             return {}, {}
         start = self.first or self.part(np.arange(self.batch.rows.num_rows), self.batch.version)
         assert start.old is not None, "the coordinator has the last stage"

@@ -134,7 +134,6 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         assert ("time/forward" not in result.metrics) == (split.one_pass and batch.packed.unit == rule["unit"]), split
         num_whole += batch.packed.unit == "group"
         numbers = dict(zip(("grad_norm", "critic_norm"), result.updates[0].result.grad_norms, strict=False))
-        numbers["parameters"] = networks.num_parameters()
         if place.is_coordinator:
             numbers["loss"] = result.updates[0].metrics["loss"]
         seen = {f"seen.{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
@@ -233,9 +232,7 @@ def gradients_of_plain(
     if algorithm.needs.critic:
         norms["seen.critic_norm"] = norm_of(of_critic)
         found |= of_critic
-    num_parameters = sum(gradient.numel() for gradient in found.values())
-    found |= norms
-    return found | {"seen.loss": loss.detach(), "seen.parameters": torch.tensor(num_parameters, dtype=torch.float64)}
+    return found | norms | {"seen.loss": loss.detach()}
 
 
 @pytest.mark.parametrize(

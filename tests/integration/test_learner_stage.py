@@ -67,17 +67,18 @@ def events(monkeypatch):
             seen.append(f"all meet within {self.timeout_s:g} s")
             return [text, text]
 
-    def first_collective():
-        seen.append("the first collective")
+    def train_step(*_):
+        seen.append("the step")
         raise KeyboardInterrupt  # here the test has seen enough
 
     policy = SimpleNamespace(exported_tensors=dict, dtype=torch.float32)
-    networks = SimpleNamespace(num_parameters=first_collective, policy=policy)
+    networks = SimpleNamespace(policy=policy)
     monkeypatch.setattr(stage, "join_group", note("rendezvous"))
     monkeypatch.setattr(stage.Mesh, "build", lambda *_: None)
     monkeypatch.setattr(stage, "Agreement", Ranks)
     monkeypatch.setattr(stage, "load_networks", note("policy loaded", networks))
     monkeypatch.setattr(stage, "build_reference", note("reference loaded"))
+    monkeypatch.setattr(stage, "TrainStep", train_step)
     monkeypatch.setattr(stage, "write_shard", note("shard written"))
     monkeypatch.setattr(stage, "complete_folder", note("folder written"))
     monkeypatch.setattr(dist, "barrier", note("a collective"))
@@ -91,7 +92,7 @@ def test_stages_wait_for_one_that_loads_or_writes_slowly_as_long_as_a_start_may_
     with pytest.raises(KeyboardInterrupt):
         learner.setup()
     together = f"all meet within {STARTUP_S:g} s"
-    assert events == ["rendezvous", "policy loaded", "reference loaded", together, "the first collective"]
+    assert events == ["rendezvous", "policy loaded", "reference loaded", together, "the step"]
     events.clear()
     learner.export(tmp_path)
     assert events == ["shard written", together, together, "parted"]
