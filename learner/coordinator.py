@@ -99,12 +99,7 @@ class Coordinator:
     """Draws batches and reports progress; exists on the coordinator rank alone."""
 
     def __init__(self, context: RunContext[LearnerSections], channel: Channel, deadline: float | None = None) -> None:
-        """Connect to the buffer service.
-
-        Raises:
-            BufferUnavailable: no answer before the deadline, as in `BufferClient.connect`.
-            BufferRefused: it serves another run.
-        """
+        """Connect to the buffer service by the deadline; errors as `BufferClient.connect`."""
         self._address = context.buffer_address
         self._config = context.config.learner
         self._contract = context.facts.contract
@@ -126,9 +121,7 @@ class Coordinator:
     def begin(self, version: int, step: int, deadline: float) -> None:
         """Cut the metrics to this step, and open this learner's incarnation; the other stages do not listen yet.
 
-        Raises:
-            OSError: the metrics cannot be cut.
-            TimeoutError: the service lets it wait beyond the deadline, on the monotonic clock.
+        Errors as `MetricsFile.go_back`; TimeoutError if the service lets it wait beyond the deadline (monotonic).
         """
         self.metrics.go_back(step)
         future = self._client.begin_incarnation(version, step)

@@ -25,7 +25,7 @@ from learner.config import LearnerConfig, LearnerSections, stage_of
 from learner.device import most_kept_mib
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
-from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
+from learner.optimizer import StageOptimizer, UpdateResult, learning_rate, update_together
 from learner.packing import IntArray, PackedBatch
 from learner.pipeline import Coefficients, Pipeline
 from learner.products import COMPUTED
@@ -200,9 +200,9 @@ class Networks:
         found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch, self.mesh)
         return None if found is None else found[0]
 
-    def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
-        """Take the optimizer step of an update, 0-based over all steps, if the coordinator so decides."""
-        return update_together(self.optimizers, learning_rate(self.config, number), decision, self.mesh)
+    def update(self, number: int, lr_scale: float | None) -> UpdateResult:
+        """Take the optimizer step of an update, 0-based over all steps; `lr_scale` as for `update_together`."""
+        return update_together(self.optimizers, learning_rate(self.config, number), lr_scale, self.mesh)
 
 
 def share_of(packed: PackedBatch, mesh: Mesh, device: torch.device) -> DeviceBatch:
@@ -332,12 +332,16 @@ class Reference:
             own = unscored[found]
             is_all = len(own) == batch.rows.num_rows
             packed = on_device if is_all else share_of(batch.pack(own), self.mesh, self.device)
-            new_T = self._logprobs(pipeline, packed)
-            if new_T is None or reference_T is None:
+            self._release(but=pipeline)
+            logprobs = gather_tokens(pipeline.forward_only(packed), packed, self.mesh)
+            if logprobs is None or reference_T is None:
                 continue
+            # as stored, so that a step taken again reads the same numbers also in float64
+            new_T = logprobs[0].to(torch.float32)
             where_T = torch.from_numpy(batch.tokens_of(own)).to(reference_T.device)
             reference_T[where_T] = new_T.to(reference_T.dtype)
-            scores |= _by_sequence(new_T, own, np.diff(batch.bounds_T())[own])
+            by_sequence = np.split(new_T.cpu().numpy(), np.cumsum(np.diff(batch.bounds_T())[own])[:-1])
+            scores |= dict(zip(own.tolist(), by_sequence, strict=True))
         self._release()
         return reference_T, scores
 
@@ -348,12 +352,6 @@ class Reference:
         number_B = np.frombuffer(self.teachers, np.uint8)[prompt_B] if self.teachers else np.zeros_like(prompt_B)
         for number in np.unique(number_B):
             yield self.pipelines[number], np.flatnonzero(number_B == number)
-
-    def _logprobs(self, pipeline: Pipeline, on_device: DeviceBatch) -> Tensor | None:
-        """Of all T tokens, as stored, so that a step taken again reads the same numbers also in float64."""
-        self._release(but=pipeline)
-        found = gather_tokens(pipeline.forward_only(on_device), on_device, self.mesh)
-        return None if found is None else found[0].to(torch.float32)
 
     def _release(self, but: Pipeline | None = None) -> None:
         for pipeline in self.pipelines:
@@ -366,10 +364,6 @@ class Reference:
         known_T = np.full(len(batch.sequence_T), np.nan)
         known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
         return torch.from_numpy(known_T).to(self.device, self.dtype)
-
-
-def _by_sequence(logprobs_T: Tensor, sequences: IntArray, lengths: IntArray) -> Scores:
-    return dict(zip(sequences.tolist(), np.split(logprobs_T.cpu().numpy(), np.cumsum(lengths)[:-1]), strict=True))
 
 
 def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:

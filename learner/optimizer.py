@@ -48,16 +48,6 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
 
 
 @dataclass(frozen=True)
-class UpdateDecision:
-    """The coordinator's decision on an update."""
-
-    finite: bool = True
-    """Of loss and coefficients."""
-    lr_scale: float = 1.0
-    """Factor of the learning rate, in [0, 1]."""
-
-
-@dataclass(frozen=True)
 class UpdateResult:
     """What an update did; the same on all ranks. If it was not taken, no weight of any stage changed."""
 
@@ -206,23 +196,23 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def update_together(
-    optimizers: Sequence[StageOptimizer], rate: float, decision: UpdateDecision | None, mesh: Mesh
+    optimizers: Sequence[StageOptimizer], rate: float, lr_scale: float | None, mesh: Mesh
 ) -> UpdateResult:
     """Step all optimizers, in the same order everywhere, or none, and clear the gradients; all ranks call it.
 
-    `rate` is the policy's, before scaling; the decision is the coordinator's, None on the others.
+    `rate` is the policy's. The coordinator scales it by 0 to 1, or NaN to take no step; `lr_scale` is None on the others.
     """
-    assert (decision is not None) == mesh.place.is_coordinator, "the coordinator alone decides"
-    said = [0.0, 0.0] if decision is None else [float(not decision.finite), decision.lr_scale]
+    assert (lr_scale is not None) == mesh.place.is_coordinator, "the coordinator alone decides"
     # one reduction carries everything: a NaN of one stage's norm makes the sum NaN on all
-    shares = [torch.tensor(said, dtype=torch.float64, device=optimizers[0].device)]
+    shares = [torch.tensor([lr_scale or 0.0], dtype=torch.float64, device=optimizers[0].device)]
     shares.append(torch.stack([optimizer.squared_norm() for optimizer in optimizers]))
     total = torch.cat(shares)
     dist.all_reduce(total)
-    num_non_finite, lr_scale, *squares = total.tolist()
+    scale, *squares = total.tolist()
     norms = tuple(math.sqrt(square) if square >= 0 else math.nan for square in squares)
-    taken = num_non_finite == 0 and all(math.isfinite(norm) for norm in norms)
-    result = UpdateResult(taken, norms, rate * lr_scale, lr_scale)
+    taken = all(map(math.isfinite, (scale, *norms)))
+    scale = 1.0 if math.isnan(scale) else scale
+    result = UpdateResult(taken, norms, rate * scale, scale)
     for norm, optimizer in zip(norms, optimizers, strict=True):
         if result.taken:
             optimizer.apply(norm, result.learning_rate)

@@ -171,9 +171,7 @@ class MetricsFile:
     def go_back(self, step: int) -> None:
         """Cut off the rows after `step`, which is trained again from there, and a row that a crash cut off.
 
-        Raises:
-            OSError: the file, which the launcher makes, cannot be read or written.
-            ValueError: a line is no JSON.
+        OSError if the file, which the launcher makes, cannot be read or written; ValueError if a line is no JSON.
         """
         try:
             with self._path.open("r+b") as file:

@@ -32,7 +32,7 @@ from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks, Reference, Scores
-from learner.optimizer import UpdateDecision, UpdateResult
+from learner.optimizer import UpdateResult
 from learner.packing import MOST_EVALUATED, IntArray
 
 BetweenUpdates = Callable[[int], object]
@@ -124,8 +124,8 @@ class TrainStep:
                 evaluation = self._train_at_once(part, clock)
             else:
                 evaluation = self._train_twice(part, clock, is_first=not updates)
-            decision = None if evaluation is None else evaluation.decision
-            result = self._networks.update(step * self._config.updates_per_step + number, decision)
+            lr_scale = None if evaluation is None else evaluation.lr_scale
+            result = self._networks.update(step * self._config.updates_per_step + number, lr_scale)
             clock.lap("time/optimizer")
             updates.append(Update(part.batch, result, {} if evaluation is None else evaluation.metrics))
             version += updates[-1].result.taken
@@ -199,11 +199,11 @@ class TrainStep:
         gradients = torch.autograd.grad(output.loss, wanted)
         metrics: Metrics = {**output.metrics, "loss": output.loss.item()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients)):
-            return LossEvaluation(None, UpdateDecision(finite=False), metrics)
+            return LossEvaluation(None, math.nan, metrics)
         lr_scale = 1.0
         if self._config.ess_budget is not None:
             lr_scale = ess_scale(distance(part.batch, inputs, output.weights_T)[ESS_METRIC], self._config.ess_budget)
-        return LossEvaluation(Leaves(*gradients), UpdateDecision(lr_scale=lr_scale), metrics)
+        return LossEvaluation(Leaves(*gradients), lr_scale, metrics)
 
 
 @dataclass
@@ -312,8 +312,9 @@ class LossEvaluation:
     """Result of evaluating the loss of an update on its batch, at the leaves of the present weights."""
 
     gradient: Leaves | None
-    """dL / d(leaf) of each token; None if the update is not to be taken."""
-    decision: UpdateDecision
+    """dL / d(leaf) of each token; None if it is not finite."""
+    lr_scale: float
+    """Factor of the learning rate; NaN if the update is not to be taken."""
     metrics: Metrics
 
 

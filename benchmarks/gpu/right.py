@@ -42,7 +42,7 @@ from learner.coordinator import Channel, Kind
 from learner.mesh import Agreement, Mesh, MeshPlace, join_group, tells_of_loss
 from learner.model import StageModule
 from learner.networks import Network, Networks, Reference, load_chunks
-from learner.optimizer import UpdateDecision, UpdateResult
+from learner.optimizer import UpdateResult
 from learner.packing import IntArray, PackingRule
 from learner.products import LogitRule, token_logprobs
 from learner.step import TrainStep
@@ -186,7 +186,7 @@ class _KeepsGradients(Networks):
 
     gradients: dict[str, Tensor]
 
-    def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
+    def update(self, number: int, lr_scale: float | None) -> UpdateResult:
         self.gradients = {
             # a copy also where it is of this kind: the step clips it where it lies
             name: parameter.grad.detach().to("cpu", torch.float64, copy=True)
@@ -194,7 +194,7 @@ class _KeepsGradients(Networks):
             for name, parameter in module.named_parameters()
             if parameter.grad is not None
         }
-        return super().update(number, decision)
+        return super().update(number, lr_scale)
 
 
 def exact(place: Place) -> None:

@@ -27,7 +27,6 @@ from learner.checkpoint_files import META_NAME, CheckpointMeta, DamagedCheckpoin
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace, StageLost
 from learner.networks import Networks
-from learner.optimizer import UpdateDecision
 from learner.packing import micro_batches_asked
 from learner.report import MetricsFile
 from tests.world.learner import alone, build, make_networks, make_rows, weights_of
@@ -130,8 +129,8 @@ def take_step(networks: Networks, seed: int) -> None:
         values_T = None if leaves.values_T is None else leaves.values_T - 1
         gradient = Leaves(torch.ones_like(leaves.logprobs_T), values_T)
     networks.train(batch, gradient)
-    decision = UpdateDecision() if place.is_coordinator else None
-    assert networks.update(0, decision).taken
+    lr_scale = 1.0 if place.is_coordinator else None
+    assert networks.update(0, lr_scale).taken
 
 
 def save(checkpoints: Checkpoints, networks: Networks, step: int) -> None:

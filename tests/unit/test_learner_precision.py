@@ -18,7 +18,6 @@ from learner.config import LearnerConfig
 from learner.mesh import MeshPlace
 from learner.model import EMBEDDING, load_stage
 from learner.networks import load_chunks
-from learner.optimizer import UpdateDecision
 from learner.products import embed, round_parameters
 from learner.step import TrainStep
 from tests.unit.small_models import CPU, LOCAL, VOCABULARY, Model, load, packed_batch, run
@@ -174,7 +173,7 @@ def step(networks, seed=0):
     batch = networks.on_device(build(make_rows(seed)).packed)
     leaves = networks.forward_only(batch)
     networks.train(batch, Leaves(torch.ones_like(leaves.logprobs_T), leaves.values_T))
-    return networks.update(seed, UpdateDecision())
+    return networks.update(seed, 1.0)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
