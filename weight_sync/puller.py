@@ -7,7 +7,6 @@ the weight service are checked as they come, once for all actors of a machine.
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 from common.staleness import PolicyVersion
@@ -36,14 +35,14 @@ class Puller:
         self._fetched: Manifest | None = None
 
     @classmethod
-    def of_folder(cls, folder: Path, dtype: str, *, who: str = "") -> Puller:
+    def of_folder(cls, folder: Path, dtype: str, *, who: str = "this process") -> Puller:
         """Read a store whose folder, which may be empty, is seen; TransferFailed names `who` cannot read it."""
         try:
             store = WeightStore(folder)
             list(folder.iterdir())
         except OSError as error:
             raise TransferFailed(
-                f"{who or f'process {os.getpid()}'} cannot read the weight store's folder {folder} ({error}). Make it "
+                f"{who} cannot read the weight store's folder {folder} ({error}). Make it "
                 "readable, or set [weight_sync] transport = 'network'"
             ) from error
         return cls(store, dtype)

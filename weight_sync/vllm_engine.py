@@ -25,7 +25,6 @@ import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 
 BACKEND = "leeway"
 WORKER_CALLS = "weight_sync.vllm_engine.WorkerCalls"
+UpdateInfo = dict[str, str]
+"""One update: `folder` of a store, `version`, and `dtype`, in which the engine serves. All text, as vLLM carries it."""
 OWNER_ENV = "LEEWAY_ENGINE_OWNER"
 """Process id of the actor that an engine belongs to; set by the actor before it starts the engine."""
 
@@ -91,15 +92,6 @@ def transfer_class() -> type[StoreWeightTransfer]:
     return type("StoreWeightTransfer", (StoreWeightTransfer, WeightTransferEngine), {})
 
 
-@dataclass
-class UpdateInfo:
-    """One update: a version of a store, in the dtype that the engine serves. All text, as vLLM carries it."""
-
-    folder: str
-    version: str
-    dtype: str
-
-
 class StoreWeightTransfer:
     """Loads versions of a `WeightStore` into a running model.
 
@@ -107,7 +99,7 @@ class StoreWeightTransfer:
     """
 
     init_info_cls = dict
-    update_info_cls = UpdateInfo
+    update_info_cls = dict
     supports_draft_weight_update = False
     device: torch.device
     model: Any
@@ -123,7 +115,7 @@ class StoreWeightTransfer:
         if self._room is None and self.device.type == "cuda":
             self._room = PinnedRoom(self.device)
         if self._room is not None:
-            self._room.awaited = PolicyVersion.parse(info.version)
+            self._room.awaited = PolicyVersion.parse(info["version"])
         thread = DaemonThreads("weights-verification", max_threads=1)
         self._begun = info, thread.submit(fitting_tensors, info, self.model_config, self._room)
 
@@ -148,7 +140,7 @@ class StoreWeightTransfer:
 
         reason, begun, self._begun = self.refusal(), self._begun, None
         if begun is None or reason is None or begun[0] != update_info:
-            raise RuntimeError(f"version {update_info.version} was not verified")
+            raise RuntimeError(f"version {update_info['version']} was not verified")
         if reason:
             raise RuntimeError(reason)
         initialize_layerwise_reload(self.model)
@@ -169,8 +161,8 @@ class WorkerCalls:
 
     weight_transfer_engine: Any
 
-    def begin_weight_verification(self, update_info: Mapping[str, str]) -> None:
-        self.weight_transfer_engine.verify(UpdateInfo(**update_info))
+    def begin_weight_verification(self, update_info: UpdateInfo) -> None:
+        self.weight_transfer_engine.verify(update_info)
 
     def weight_verification(self) -> str | None:
         refusal: str | None = self.weight_transfer_engine.refusal()
@@ -190,19 +182,19 @@ def fitting_tensors(
     """
     from weight_sync.tensors import read_tensors
 
-    version = PolicyVersion.parse(info.version)
+    version = PolicyVersion.parse(info["version"])
     served_dtype = str(model_config.dtype).removeprefix("torch.")
-    if info.dtype != served_dtype:
+    if info["dtype"] != served_dtype:
         raise ValueError(
-            f"version {version} was staged in {info.dtype}, but the engine serves {model_config.model} in "
+            f"version {version} was staged in {info['dtype']}, but the engine serves {model_config.model} in "
             f"{served_dtype}; an actor pulls in actors.dtype"
         )
-    store = WeightStore(Path(info.folder))
+    store = WeightStore(Path(info["folder"]))
     manifest = store.manifest(version)
-    shapes = {entry.name: entry.shape for entry in manifest.variant(info.dtype)}
+    shapes = {entry.name: entry.shape for entry in manifest.variant(info["dtype"])}
     _check_shapes(version, shapes, model_config.model)
     # memory-mapped without a room: the pages that are verified are those that loading copies from
-    return read_tensors(store, manifest, info.dtype, room)
+    return read_tensors(store, manifest, info["dtype"], room)
 
 
 def _check_shapes(version: PolicyVersion, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:

@@ -127,7 +127,7 @@ class World:
 
     def load(self, version) -> dict[str, torch.Tensor]:
         """The pause: what the model has then."""
-        self.engine.receive_weights(vllm_engine.UpdateInfo(**self.info(version)))
+        self.engine.receive_weights(self.info(version))
         self.engine.finish_weight_update()
         return self.engine.model.loaded
 
