@@ -65,15 +65,6 @@ class _Running:
     version: PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateTiming:
-    """What one update cost."""
-
-    pause_s: float
-    load_s: float
-    """Of `pause_s`, what loaded the weights."""
-
-
 class Engine:
     """A running vLLM engine. Create it with `Engine.start`, in the event loop that uses it."""
 
@@ -252,9 +243,9 @@ class Engine:
 
     async def apply(
         self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
-    ) -> UpdateTiming:
+    ) -> tuple[float, float]:
         """Put newer weights, which `prepare` has verified, under the running requests. New requests wait until it is
-        done.
+        done. Return the seconds of the pause, and what of them loaded the weights.
 
         With `kv_cache` "keep" running requests keep their attention keys of the old version.
 
@@ -280,7 +271,7 @@ class Engine:
             self._broken = None
             self.stats.interrupt(recomputes=kv_cache == "recompute")
             self.version = staged.version
-            return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
+            return time.perf_counter() - started_s, load_s
 
     async def stop(self) -> None:
         """End the engine's processes; running requests fail with `EngineDead`. Idempotent."""

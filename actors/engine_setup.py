@@ -21,7 +21,7 @@ from common.hf_folder import check_model_folder, tensors_in
 from common.process import DaemonThreads, threads_of, uncollected
 from common.user_input import did_you_mean
 from weight_sync.host_folder import HostFolder
-from weight_sync.manifest import TransferFailed
+from weight_sync.manifest import ITEM_BYTES, TransferFailed
 from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 _LOGITS_BYTES = 16
 """Per sample and word: 32-bit logits, and their copies that sampling and log-probabilities make."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _SET_ALREADY = {
     **{"dtype": "it is actors.dtype", "seed": "it is run.seed", "max_num_seqs": "it is actors.max_running_samples"},
@@ -179,7 +178,7 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}
     total = total_bytes()
-    weights = sum(prod(tensor.shape) for tensor in tensors_in(model_path).values()) * _DTYPE_BYTES[config.dtype]
+    weights = sum(prod(tensor.shape) for tensor in tensors_in(model_path).values()) * ITEM_BYTES[config.dtype]
     logits = _LOGITS_BYTES * config.max_running_samples * check_model_folder(model_path).vocab_size
     room = int(config.gpu_memory_share * total) - weights - logits - ON_GPU_BYTES
     kv_cache = room if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)

@@ -68,7 +68,7 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
     """Start the parts of an actor, the cheap and error-prone ones first; on failure stop what was started."""
     facts, config, name = context.facts, context.config, actor_name(number)
     threads = DaemonThreads(f"{name}-start", max_threads=2)
-    task, codec = await threads.run(_load, context)
+    task, codec = await threads.run(load_encoded, config.task, context.model_path, config.actors.max_prompt_tokens)
     async with contextlib.AsyncExitStack() as undo:
         limits = ScorerLimits(
             config.actors.reward_processes, config.actors.reward_timeout_s, start_timeout_s=context.startup_timeout_s
@@ -89,11 +89,6 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
         await threads.run(client.connect)
         undo.pop_all()
     return Parts(task, codec, scorer, engine, puller, client)
-
-
-def _load(context: RunContext[ActorSections]) -> tuple[Task, PromptCodec]:
-    config = context.config
-    return load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens)
 
 
 class ActorLoop:

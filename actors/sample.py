@@ -103,7 +103,7 @@ class SampleMaker:
         self._run_seed = run_seed
         self._config = config
         self._correct_at = correct_at
-        self._engine = engine
+        self.engine = engine
         self._follower = follower
         self._scorer = scorer
         self._decoder = decoder
@@ -122,7 +122,7 @@ class SampleMaker:
         One that begins here is interrupted at `hand_on_at` tokens, if that says any. SampleFailed if it could not be
         generated, EngineDead if the engine is gone, PolicyTimeout if a policy version never came.
         """
-        if prefix is not None and (why := self._engine.ended(prefix)) is not None:
+        if prefix is not None and (why := self.engine.ended(prefix)) is not None:
             whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, why)
             return Completed(whole, prefix.started_s, wall_time())
         key, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
@@ -170,17 +170,10 @@ class SampleMaker:
         is_over = generation is not None and (generation.finish_reason == "stop" or is_cut)
         self.admission.end(key, num_tokens if is_over else None, is_cut=is_cut)
 
-    def is_in_engine(self, lease: Lease, sample_index: int) -> bool:
-        return self._engine.runs((lease.lease_id, sample_index))
-
-    async def interrupt(self, lease: Lease, sample_indices: Iterable[int]) -> None:
-        """End samples that are in the engine with their tokens so far; EngineDead if it is gone."""
-        await self._engine.interrupt([(lease.lease_id, index) for index in sample_indices])
-
     def so_far(self, lease: Lease, sample_index: int) -> Completed | None:
         """Return what there is of a sample in the engine, or when that died; None if there is nothing."""
         key = lease.lease_id, sample_index
-        generation = self._engine.so_far(key)
+        generation = self.engine.so_far(key)
         return None if generation is None else Completed(generation, self._started_s[key], wall_time())
 
     async def score(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
@@ -232,7 +225,7 @@ class SampleMaker:
         try:
             async with deadline:
                 key, longest = (lease.lease_id, sample_index), self._config.max_new_tokens
-                made = await self._engine.generate(
+                made = await self.engine.generate(
                     problem.token_ids, max_new_tokens=limit, seed=seed, prefix=prefix, key=key
                 )
                 if made.finish_reason != "length" or len(made.token_ids) == longest:
@@ -242,7 +235,7 @@ class SampleMaker:
                 # whoever was to go on with it is gone; with the same seed the same chance would come again
                 prefix = Prefix(made.token_ids, made.logprobs, made.spans, self._started_s[key])
                 seed = sample_seed(self._run_seed, lease.group_id, sample_index, -lease.attempt)
-                return await self._engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
+                return await self.engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
         except (ActorError, EngineDead):
             raise
         except Exception as error:  # whatever the engine refuses is this sample's failure, counted by its type
@@ -283,7 +276,7 @@ class SampleMaker:
             # twice: at first samples have the engine's seats, for as long as each of them may take
             async with self._evaluation_slots, asyncio.timeout(2 * GENERATE_TIMEOUT_S):
                 seed = sample_seed(self._run_seed, -1, index, 0) if temperature else None
-                completion = await self._engine.generate(problem.token_ids, temperature=temperature, seed=seed)
+                completion = await self.engine.generate(problem.token_ids, temperature=temperature, seed=seed)
             scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))
         except (ActorError, EngineDead):
             raise
@@ -377,11 +370,12 @@ class HandingOn:
         """Hand samples of a lease on, with the tokens that they have."""
         held.left |= indices
         tasks = {index: held.tasks[index] for index in indices if index in held.tasks}
-        running = {index for index in tasks if self._maker.is_in_engine(held.lease, index)}
+        engine, lease_id = self._maker.engine, held.lease.lease_id
+        running = {index for index in tasks if engine.runs((lease_id, index))}
         for index in tasks.keys() - running:  # it waits for a slot or a policy version, or is scored
             tasks[index].cancel()
         with contextlib.suppress(EngineDead):
-            await self._maker.interrupt(held.lease, running)
+            await engine.interrupt([(lease_id, index) for index in running])
         if tasks:
             # within a goodbye the buffer is to be told too
             await asyncio.wait(tasks.values(), timeout=GOODBYE_S / 2)

@@ -108,12 +108,7 @@ def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
         ("uid_map", f"{user[0]} {user[1]} 1"),
         ("gid_map", f"{group[0]} {group[1]} 1"),
     ):
-        _write_to(f"/proc/self/{file}", text)
-
-
-def _write_to(path: str, text: str) -> None:
-    with open(path, "w", encoding="ascii") as file:
-        file.write(text)
+        Path(f"/proc/self/{file}").write_text(text)
 
 
 def die_with_parent() -> None:
@@ -152,7 +147,7 @@ def serve(parent: str) -> None:
             _map_ids((NOBODY, user), (NOBODY, group))
             # in one of its own a program could mount, and fill the memory; a container may have /proc/sys read-only
             with contextlib.suppress(OSError):
-                _write_to("/proc/sys/user/max_user_namespaces", "0")
+                Path("/proc/sys/user/max_user_namespaces").write_text("0")
     except OSError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)
@@ -161,7 +156,7 @@ def serve(parent: str) -> None:
         return
     if not job["isolated"]:
         with tempfile.TemporaryDirectory(prefix="leeway-code-", ignore_cleanup_errors=True) as folder:
-            _write(_results(job, folder))
+            print(json.dumps(_results(job, folder)), flush=True)
         return
     if child := os.fork():  # the first process of its namespace, with which all others there end
         _, status = os.waitpid(child, 0)
@@ -172,12 +167,8 @@ def serve(parent: str) -> None:
     except OSError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(REFUSED)
-    _write(_results(job, SCRATCH))
+    print(json.dumps(_results(job, SCRATCH)), flush=True)
     os._exit(0)
-
-
-def _write(results: list[bool | list[str]]) -> None:
-    print(json.dumps(results), flush=True)
 
 
 def _mount_read_only() -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from actors.engine import Engine, UpdateRefused, UpdateTiming
+from actors.engine import Engine, UpdateRefused
 from actors.report import WeightUpdate
 from common.process import DaemonThreads, wall_time
 from common.staleness import PolicyVersion, StalenessContract
@@ -153,19 +153,16 @@ class WeightFollower:
                 if staged is None:
                     if self._must_wait(newest):
                         return
-                    staged = await self._fetch(newest)
+                    try:
+                        staged = await self._ask(self._puller.fetch, newest)
+                    except TransferFailed:
+                        self._late = self._asked
+                        raise
             except (WeightsError, OSError) as error:
                 self._keep_old(newest, error)
                 return
             with staged:
                 await self._put(staged)
-
-    async def _fetch(self, version: PolicyVersion) -> StagedVersion:
-        try:
-            return await self._ask(self._puller.fetch, version)
-        except TransferFailed:
-            self._late = self._asked
-            raise
 
     async def _ask(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the puller in a thread, one call at a time.
@@ -204,7 +201,7 @@ class WeightFollower:
                     return
                 self._open = False
                 try:
-                    timing = await self._apply_whole(staged)
+                    pause_s, load_s = await self._apply_whole(staged)
                 finally:
                     self._open_again()
         except TimeoutError as error:
@@ -219,9 +216,9 @@ class WeightFollower:
         self._refusal = None
         end_s = wall_time()
         served = (version.incarnation, version.version)
-        self._updates.append(WeightUpdate(end_s - timing.pause_s, end_s, timing.load_s, served))
+        self._updates.append(WeightUpdate(end_s - pause_s, end_s, load_s, served))
 
-    async def _apply_whole(self, staged: StagedVersion) -> UpdateTiming:
+    async def _apply_whole(self, staged: StagedVersion) -> tuple[float, float]:
         """Apply to the end even if the follower is cancelled: half an update leaves the engine paused."""
         kv_cache = self._config.kv_cache
         applying = asyncio.create_task(self._engine.apply(staged, kv_cache, timeout_s=UPDATE_TIMEOUT_S))

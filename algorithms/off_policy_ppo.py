@@ -194,11 +194,6 @@ class OffPolicyPPOConfig(GroupSection):
         return self.baseline in get_args(GroupBaseline)
 
     @property
-    def has_reference_loss(self) -> bool:
-        """Is the KL to the reference a term of the loss?"""
-        return self.kl_beta > 0 and self.kl_in != "reward"
-
-    @property
     def is_users_baseline(self) -> bool:
         return ":" in self.baseline
 
@@ -253,7 +248,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     metrics["off_policy/clip_frac_low"] = share_of(low_T & weighing.kept_T, num_tokens)
     metrics["off_policy/clip_frac_high"] = share_of(high_T & weighing.kept_T, num_tokens)
     metrics["ppo/advantage_abs"] = advantage_T.abs().sum().double() / num_tokens
-    if config.has_reference_loss:
+    if config.kl_beta > 0 and config.kl_in != "reward":
         loss = loss + config.kl_beta * (share_T * weighing.weight_T * _kl_terms(config, inputs)).sum()
     if config.entropy_coef > 0:
         loss = loss + config.entropy_coef * (share_T * weighing.weight_T * inputs.logprobs_T.square() / 2).sum()

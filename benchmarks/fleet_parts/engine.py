@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from actors.config import ActorsConfig
-from actors.engine import EngineDead, RequestKey, UpdateTiming
+from actors.engine import EngineDead, RequestKey
 from actors.engine_output import EngineReport, Generation
 from benchmarks.fleet_parts.setting import EngineSetting, score_of
 from buffer.schema import HANDED_ON, Prefix, VersionSpan
@@ -169,7 +169,7 @@ class SleepingEngine:
 
     async def apply(
         self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
-    ) -> UpdateTiming:
+    ) -> tuple[float, float]:
         """As `Engine.apply`: nobody makes a token for the length of the pause."""
         async with self._updating:
             self._pass_time()
@@ -182,7 +182,7 @@ class SleepingEngine:
             later = [each for each in self._versions if each[0] > oldest]
             before = [each for each in self._versions if each[0] <= oldest][-1:]
             self._versions = [*before, *later, (self._clock.made, staged.version)]
-        return UpdateTiming(pause_s=self.setting.pause_s, load_s=self.setting.pause_s)
+        return self.setting.pause_s, self.setting.pause_s
 
     async def stop(self) -> None:
         """As `Engine.stop`."""

@@ -320,13 +320,13 @@ async def _update(
         fetched_s = time.perf_counter()
         await engine.prepare(staged)
         verified_s = time.perf_counter()
-        timing = await engine.apply(staged, kv_cache)
+        pause_s, load_s = await engine.apply(staged, kv_cache)
     return {
         "fetch_s": fetched_s - start_s,
         "verify_s": verified_s - fetched_s,
-        "pause_s": timing.pause_s,
-        "wait_s": max(0.0, timing.pause_s - timing.load_s - resume.seconds),
-        "copy_s": timing.load_s,
+        "pause_s": pause_s,
+        "wait_s": max(0.0, pause_s - load_s - resume.seconds),
+        "copy_s": load_s,
         "resume_s": resume.seconds,
     }
 

@@ -120,8 +120,8 @@ async def update_amid(
             running = asyncio.gather(*[world.engine.generate(prompt) for prompt in asked])
             await asyncio.sleep(pause_s)
             await world.engine.prepare(staged)
-            timing = await world.engine.apply(staged, kv_cache)
-        assert 0 < timing.load_s < timing.pause_s < 60
+            pause_s, load_s = await world.engine.apply(staged, kv_cache)
+        assert 0 < load_s < pause_s < 60
         completions = await asyncio.wait_for(running, 120)
         for completion in completions:
             assert_spans_cover(completion)
@@ -175,7 +175,10 @@ async def test_a_prefix_cached_under_one_version_is_not_reused_under_the_next(wo
 async def test_with_one_salt_for_all_versions_a_stale_prefix_would_show_unless_the_cache_is_cleared(
     world: World, monkeypatch
 ):
-    monkeypatch.setattr(world.engine, "_cache_salt", lambda: "one for all")
+    from vllm.inputs import engine as inputs
+
+    real = inputs.tokens_input
+    monkeypatch.setattr(inputs, "tokens_input", lambda ids, cache_salt: real(ids, cache_salt="one for all"))
     assert await with_stale_prefix(world, "keep", seed=2) > 10 * BOUND
     assert await with_stale_prefix(world, "recompute", seed=3) < BOUND
 
@@ -267,7 +270,7 @@ async def test_weights_of_another_architecture_are_refused_by_name_and_the_old_o
 
 
 async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_its_own_is_read_exactly(world: World):
-    from weight_sync.vllm_engine import UpdateInfo, fitting_tensors
+    from weight_sync.vllm_engine import fitting_tensors
 
     version = world.publish()
     with world.puller.fetch(version) as staged:
@@ -276,7 +279,7 @@ async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_
             await world.engine.prepare(other)
         folder = prepare_serving_model(world.folder.parent / "model", world.folder.parent)
         served = SimpleNamespace(model=folder, dtype=torch.bfloat16)
-        found = fitting_tensors(UpdateInfo(str(staged.folder), version.key, "bfloat16"), served)
+        found = fitting_tensors({"folder": str(staged.folder), "version": version.key, "dtype": "bfloat16"}, served)
     truth = world.policies[version].model.state_dict()
     assert found.keys() == truth.keys() | {HEAD}
     for name, tensor in found.items():

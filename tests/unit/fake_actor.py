@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -137,7 +136,7 @@ class FakeEngine:
         await self.may_apply.wait()
         await asyncio.sleep(0.01)
         self.version = staged.version
-        return SimpleNamespace(pause_s=0.01, load_s=0.005)
+        return 0.01, 0.005
 
     async def stop(self):
         self.stopped = True

@@ -72,7 +72,7 @@ async def test_an_engine_loads_what_is_made_of_the_model_on_its_own_host(tmp_pat
         raise EngineDead("no engine here")
 
     monkeypatch.setattr(Engine, "start", start)
-    monkeypatch.setattr(loop, "_load", lambda _: (SimpleNamespace(rewards=()), None))
+    monkeypatch.setattr(loop, "load_encoded", lambda *_: (SimpleNamespace(rewards=()), None))
     monkeypatch.setattr(loop, "Scorer", lambda *_: scorer(half))
     monkeypatch.setattr(loop, "open_puller", lambda *_, **__: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(loop, "BufferClient", lambda *_, **__: SimpleNamespace(close=lambda: None))
