@@ -119,9 +119,7 @@ class AttentionLayout:
         return Grids(tuple(grids), torch.from_numpy(scatter_T).to(self.edges.device))
 
     def band(self, queries: int, keys: int, window: int) -> Tensor:
-        """Which key each query sees, bool [queries, keys], the last of each the same: itself and the `window - 1`
-        before.
-        """
+        """Return which key each query sees, bool [queries, keys], the last of each the same; as `_band`, but kept."""
         band = self._bands.get((queries, keys, window))
         if band is None:
             band = _band(queries, keys, keys - queries, window, self.edges.device)

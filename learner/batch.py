@@ -181,9 +181,7 @@ def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
 
 
 def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
-    """Return the exact distribution behind the metrics `lag/token_...` by actor; a token counts in each update that
-    trained it.
-    """
+    """Return the distribution behind the metrics `lag/token_...` by actor; a token counts in each update."""
     found: LagByActor = {}
     for batch in updates:
         actors, actor_B = np.unique(np.asarray(batch.rows.column("actor")), return_inverse=True)

@@ -107,11 +107,10 @@ class Checkpoints:
         self._under_way = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
 
     def released(self) -> int | None:
-        """On the coordinator: return the step of the oldest checkpoint kept if it changed since the last call; never
-        waits.
+        """Return, on the coordinator, the step of the oldest checkpoint kept if it changed since the last call.
 
-        Draws up to it are never asked for again, whichever checkpoint a restart finds whole. CheckpointFailed, once, if
-        one could not be written.
+        Draws up to it are never asked for again, whichever checkpoint a restart finds whole. Never waits.
+        CheckpointFailed, once, if one could not be written.
         """
         if self._under_way is not None and self._under_way[1].done():
             self.wait()
@@ -119,9 +118,7 @@ class Checkpoints:
         return released
 
     def wait(self) -> None:
-        """Wait until nothing is under way; CheckpointFailed if that is not written in time, StageLost if another rank
-        died.
-        """
+        """Wait for what is under way; CheckpointFailed if it is not written in time, StageLost if a rank died."""
         if self._under_way is None:
             return
         step, done = self._under_way

@@ -46,9 +46,7 @@ BATCH_WIDE_ROTATIONS = ("dynamic", "longrope")
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a config; ValueError if the learner cannot split the model, or compute it alike in both
-    passes.
-    """
+    """Return the family of a config; ValueError if the model cannot be split, or computed alike in both passes."""
     family = FAMILY_OF.get(config.model_type)
     if family is None:
         raise ValueError(
@@ -260,8 +258,7 @@ def _layer_costs(config: PreTrainedConfig, *, recomputed: bool) -> list[float]:
 def balance(
     layer_costs: Sequence[float], first_cost: float, last_cost: float, num_chunks: int
 ) -> list[tuple[int, int]]:
-    """Split layers into contiguous chunks so that the most expensive chunk is as cheap as possible: (first, end) of
-    each.
+    """Split layers into contiguous chunks so that the dearest is as cheap as possible: (first, end) of each.
 
     The first chunk has the embedding too, the last the head; each has at least one layer. ValueError if there are more
     chunks than layers.

@@ -51,9 +51,7 @@ _ALIGNED_BYTES = 64
 
 
 def device_of(config: LearnerConfig, rank: int) -> torch.device:
-    """Return where a rank computes; ValueError without the GPU asked for, or if it cannot compute in
-    `learner.precision`.
-    """
+    """Return where a rank computes; ValueError without the GPU asked for, or one that lacks `learner.precision`."""
     if not config.gpus and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -237,9 +237,7 @@ class StageModule(nn.Module):
         return hidden
 
     def _output(self, hidden: Tensor, m: int, width: int) -> Tensor:
-        """Return the heads' output for completion tokens, 0 elsewhere: [1, T, hidden] -> `output_shape`, float32 or
-        wider.
-        """
+        """Return the output of the heads for completion tokens, 0 elsewhere, float32 or wider, from [1, T, hidden]."""
         assert self._batch is not None
         where = self._batch.completions[m]
         selected = self.model.norm(hidden[0].index_select(0, self._batch.predicting[m]))

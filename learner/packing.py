@@ -178,9 +178,7 @@ class PackedBatch:
 
 
 def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Assign sequences to bins, longest first, each into the fullest that takes it; ValueError names one above the
-    budget.
-    """
+    """Assign sequences to bins, longest first, each into the fullest that takes it; ValueError if one is too long."""
     descending = longest_first(lengths)
     if descending and lengths[descending[0]] > token_budget:
         raise ValueError(

@@ -55,9 +55,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> Tensor | None:
-        """Return the outputs on the last stage, [M, L] or [M, 2, L]; None on the others. OutOfMemory if it does not
-        fit.
-        """
+        """Return the outputs on the last stage, [M, L] or [M, 2, L], else None; OutOfMemory if it does not fit."""
         return self._run(batch, train=False)
 
     def train(self, batch: DeviceBatch, coefficients: Coefficients | None) -> Tensor | None:

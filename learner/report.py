@@ -256,9 +256,7 @@ class BadBatches:
         return f"the draw is kept in {path}"
 
     def note(self, step: int, result: StepResult, body: bytes | memoryview | None) -> None:
-        """Count a step without a finite loss or gradient, and on the coordinator keep its draw; TrainingDiverged if one
-        too many.
-        """
+        """Count a step without a finite loss or gradient, and keep its draw; TrainingDiverged if one too many."""
         num_skipped = sum(not update.result.taken for update in result.updates)
         if body is not None and num_skipped:
             text = "step %d: loss or gradient not finite, %d of %d updates not taken; %s"

@@ -190,8 +190,7 @@ class Stage:
             self._bad_batches.non_finite_steps = resumed.non_finite_steps
 
     def _begin_incarnation(self, deadline: float) -> None:
-        """Open one, and tell all ranks from which version each resumed: any last stage may evaluate a loss that reads
-        lags.
+        """Open one, and send all ranks from which version each resumed, for losses that read lags.
 
         The buffer may delay the coordinator: the others wait as long as while they load.
         """
