@@ -35,7 +35,7 @@ from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
 from launch.observe.view import Display
 from launch.offline import fill_buffer
-from launch.processes.evaluation import Evaluation, accuracy_of
+from launch.processes.actor_pools import Evaluation, accuracy_of
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from launch.processes.supervisor import HURRIED_GOODBYE_S, Supervisor

@@ -1,20 +1,24 @@
-"""ActorPools: the actors of all pools. They come and go singly, and the run goes on with what is left."""
+"""The actors of all pools, which come and go singly while the run goes on with what is left; and their evaluations."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from math import ceil
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from actors.config import READY_ENV, ActorSections
-from actors.report import actor_name
+from actors.report import EvalCounts, EvalRequest, EvalResult, actor_name
 from common.run import STARTUP_S, RunContext
+from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.config import Config
+from launch.observe.status import Accuracy
 from launch.pools import ActorPool, actor_pools
 from launch.processes.actor_role import GOODBYE_S, ActorRole, ToldToEnd, told_to_end
 from launch.processes.placement import PLACEMENT_S, PlacedProcess, place_of, spawn
@@ -38,6 +42,8 @@ MOST_OF_NOTHING = 1024
 """Actors that have a place if each reserves nothing."""
 CALM_S = 600.0
 """After so much work between two of them they count anew."""
+EVALUATION_TIMEOUT_S = 6000.0
+"""An evaluating actor makes no samples, and the learner (`BATCH_TIMEOUT_S`) must not time out first."""
 
 
 @dataclass
@@ -82,10 +88,6 @@ class ActorProcess(PlacedProcess):
         if self.is_going or self.handle is None or starting is None or not done(starting) or outcome(starting):
             return False
         return self.running is None or not done(self.running) or not outcome(self.running)
-
-    @property
-    def told(self) -> ToldToEnd | None:
-        return told_to_end(failure(self.starting if self.running is None else self.running))
 
     def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- as there
         super().begin_work(call)
@@ -297,7 +299,7 @@ class ActorPools:
             if not self.are_ending:
                 self._look_for_a_place(actor)
             return False
-        if (told := actor.told) is not None:
+        if (told := told_to_end(failure(actor.starting if actor.running is None else actor.running))) is not None:
             self._let_go(actor, told)
             return False
         why = self._end_of(actor)
@@ -359,3 +361,101 @@ class ActorPools:
             why = actor.placement.shortage()
             actor.lose(f"given up: {why}")
             self._notify("given_up", f"{actor.name} is given up: {why}")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A shard and the actor that evaluates it, with the handle of its process: it may have been restarted since."""
+
+    request: EvalRequest
+    actor: ActorProcess
+    handle: Any
+    call: Any
+
+
+class Evaluation:
+    """Spread over the actors that are ready; `poll` until it gives the results."""
+
+    def __init__(
+        self,
+        actors: Sequence[ActorProcess],
+        ready_actors: Callable[[], Sequence[ActorProcess]],
+        num_problems: int,
+        min_version: PolicyVersion | None,
+        timeout_s: float,
+        max_retries: int,
+        check: Check = lambda: None,
+    ) -> None:
+        """Start it on these actors, at least one, at `min_version` or whichever each has.
+
+        What one of them fails at is repeated by those that `ready_actors` gives, `max_retries` times, beside the shards
+        of actors that are leaving or have left.
+        """
+        self._ready_actors = ready_actors
+        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._retries_left = max_retries
+        self._check = check
+        self._pending: list[_Asked] = []
+        self._unsent: list[EvalRequest] = []
+        """Shards that wait for a ready actor."""
+        self._results: list[EvalResult] = []
+        for shard, actor in enumerate(actors):
+            asked = EvalRequest(num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version)
+            self._send(asked, actor)
+
+    def poll(self) -> list[EvalResult] | None:
+        """Return the results of all shards; None if some are missing. RunFailed if too many fail, or too late."""
+        self._check()
+        pending, self._pending = self._pending, []
+        for asked in pending:
+            if not done(asked.call):
+                self._pending.append(asked)
+                continue
+            try:
+                self._results.append(ray.get(asked.call))
+            except (RayActorError, RayTaskError) as error:
+                self._again(asked, error)
+        if self._unsent and (ready := self._ready_actors()):
+            for request, actor in zip(self._unsent, cycle(ready), strict=False):
+                self._send(request, actor)
+            self._unsent = []
+        if not self._pending and not self._unsent:
+            return self._results
+        if time.monotonic() > self._deadline:
+            names = ", ".join(asked.actor.name for asked in self._pending) or "actors, of which none is ready,"
+            raise RunFailed(
+                f"{names} did not finish an evaluation within {self._timeout_s:g} s: evaluate fewer problems"
+            )
+        return None
+
+    def _again(self, asked: _Asked, error: RayActorError | RayTaskError) -> None:
+        """Retry on another actor, if allowed."""
+        actor, was_told = asked.actor, told_to_end(error) is not None
+        if not actor.is_going and not was_told:
+            if self._retries_left == 0:
+                raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; {actor.see}") from None
+            self._retries_left -= 1
+        if (was_told or isinstance(error, RayActorError)) and actor.handle is asked.handle:
+            actor.running = asked.call  # its work has ended: it is not ready, and will be started again
+        self._unsent.append(asked.request)
+
+    def _send(self, request: EvalRequest, actor: ActorProcess) -> None:
+        actor.evaluating = actor.handle.evaluate.remote(request)
+        self._pending.append(_Asked(request, actor, actor.handle, actor.evaluating))
+
+
+def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:
+    greedy = sum((result.greedy for result in results), start=EvalCounts())
+    sampled = sum((result.sampled for result in results), start=EvalCounts())
+    versions = sorted({result.version for result in results})
+    newest = max(versions, default=PolicyVersion(0, 0))
+    return Accuracy(
+        versions=", ".join(map(str, versions)),
+        policy_version=newest.version,
+        start=newest.incarnation,
+        greedy=greedy.accuracy,
+        sampled=sampled.accuracy,
+        num_problems=sum(result.num_problems for result in results),
+        num_failed=greedy.num_failed + sampled.num_failed,
+    )

@@ -21,8 +21,7 @@ from launch.checks import Plan
 from launch.config import Config
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import actor_pools
-from launch.processes.actor_pools import ActorPools, ActorProcess
-from launch.processes.evaluation import EVALUATION_TIMEOUT_S, Evaluation
+from launch.processes.actor_pools import EVALUATION_TIMEOUT_S, ActorPools, ActorProcess, Evaluation
 from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray

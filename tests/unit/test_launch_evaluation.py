@@ -6,9 +6,9 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from launch.processes import evaluation as evaluation_module
+from launch.processes import actor_pools as evaluation_module
+from launch.processes.actor_pools import Evaluation
 from launch.processes.actor_role import ToldToEnd
-from launch.processes.evaluation import Evaluation
 from launch.processes.role_process import RunFailed
 from tests.unit.fake_actor_process import Handle, worker
 
