@@ -19,7 +19,7 @@ from common.run import STARTUP_S, RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import MODEL_KEY, Config
 from launch.errors import ConfigError, as_config_error
-from launch.host import CONNECT_S, answers, cannot_bind, low_limits
+from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login, low_limits
 from launch.model_folder import check_frozen, check_model, model_notes, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, serving_dtypes, stage_pools
@@ -171,6 +171,8 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         check_weights_folder(Path(config.weight_sync.folder))
     _check_port(config)
     _check_ray(config)
+    if config.tracking.wandb == "online" and not has_wandb_login():
+        raise ConfigError(NO_WANDB_LOGIN)
     model = None if (path := config.model.folder) is None else check_model(config, path, MODEL_KEY)
     task = _check_task(config, path, model)
     check_frozen(config, model)

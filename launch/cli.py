@@ -389,7 +389,7 @@ def doctor(
 ) -> int:
     """Check this machine's environment.
 
-    Checks versions, GPUs, disk, memory, ports, Ray and processes of dead runs, and prints what to do. Takes up to
+    Checks versions, GPUs, disk, memory, ports, Ray, W&B and processes of dead runs, and prints what to do. Takes up to
     half a minute and changes nothing. Exit status 1: there is a problem.
     """
     from launch.doctor import run_checks, show

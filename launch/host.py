@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import netrc
 import os
 import re
 import resource
@@ -13,9 +14,10 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -28,6 +30,7 @@ _REST_THREADS, _WORKER_THREADS = 240, 65
 """Of Ray, the services and the command; and of an engine or a stage: as measured with two cores, where 370 ran."""
 CONNECT_S = 3.0
 _QUIET_S = 3600.0
+WANDB_HOST = "https://api.wandb.ai"
 NO_WANDB_LOGIN = (
     "tracking.wandb = 'online' needs a login of Weights & Biases, and there is none: run 'wandb login', set "
     "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
@@ -219,3 +222,23 @@ def cannot_bind(host: str, port: int) -> str:
     except (OSError, UnicodeError) as error:
         return getattr(error, "strerror", None) or str(error) or "its name is not looked up in time"
     return ""
+
+
+def wandb_host(environment: Mapping[str, str] = os.environ) -> str:
+    return urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
+
+
+def has_wandb_login(environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home) -> bool:
+    """Return whether wandb would find a login for its server; it is not verified."""
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = Path(environment.get("WANDB_CONFIG_DIR") or home() / ".config" / "wandb") / "settings"
+    for file in (settings, Path("wandb/settings"), Path(".wandb/settings")):
+        with contextlib.suppress(OSError, ValueError):
+            if "api_key" in file.read_text(encoding="utf-8"):
+                return True
+    for file in [Path(given)] if (given := environment.get("NETRC")) else [home() / ".netrc", home() / "_netrc"]:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(str(file.expanduser())).authenticators(wandb_host(environment)) is not None:
+                return True
+    return False

@@ -203,6 +203,7 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "k")
     folder = load_config(path).model.folder
     later = [] if folder is None or folder.exists() else ["--model.path", "some/model"]
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run", *later]) == OK
@@ -220,7 +221,13 @@ def test_a_model_folder_that_is_not_there_is_named_with_what_makes_it(capsys, tm
     assert (status, f"no such folder; run `python {tmp_path}/sums_model.py` once" in error) == (WRONG_INPUT, True)
 
 
-def test_a_dry_run_sees_that_a_port_is_taken(capsys, tmp_path):
+def test_a_dry_run_sees_that_there_is_no_login_of_wandb_and_that_a_port_is_taken(capsys, tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run", "--tracking.wandb", "online")
+    assert (status, "tracking.wandb = 'online' needs a login" in error) == (WRONG_INPUT, True)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

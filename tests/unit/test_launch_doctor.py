@@ -24,6 +24,7 @@ from launch.cli import main
 from launch.config import Config, load_config
 from launch.doctor import Finding, Subject, examine, ok, run_checks
 from launch.errors import ExitStatus
+from launch.host import has_wandb_login
 from launch.observe.status import STALE_S, Ended, read_status, why_nobody_works, write_status
 from launch.resources import ANSWERS_BYTES, BROADCAST_BYTES, NCCL_BYTES, Gpu, MachineNeeds, Need
 from launch.run_folder import RunFolder, claimed
@@ -415,6 +416,24 @@ def test_rays_token_must_be_on_and_private(tmp_path):
     assert "secret" not in found.found
     token.chmod(stat.S_IRUSR | stat.S_IWUSR)
     assert list(doctor.check_ray(of(), {"RAY_AUTH_TOKEN_PATH": str(token)})) == []
+
+
+def test_online_tracking_needs_a_key(tmp_path):
+    def look(environment: dict[str, str]) -> bool:
+        return has_wandb_login(environment, lambda: tmp_path)
+
+    assert not look({})
+    assert look({"WANDB_API_KEY": "k" * 40})
+    assert look({"WANDB_IDENTITY_TOKEN_FILE": "token"})
+    (tmp_path / "settings").write_text("[default]\napi_key = k\n")
+    assert look({"WANDB_CONFIG_DIR": str(tmp_path)})
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert look({})
+    assert not look({"WANDB_BASE_URL": "https://wandb.example.org"})
+    elsewhere = (tmp_path / ".netrc").rename(tmp_path / "netrc")
+    assert not look({})
+    assert look({"NETRC": str(elsewhere)})
 
 
 # --- programs -----------------------------------------------------------------------------------------
