@@ -224,10 +224,6 @@ def cannot_bind(host: str, port: int) -> str:
     return ""
 
 
-def wandb_host(environment: Mapping[str, str] = os.environ) -> str:
-    return urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
-
-
 def has_wandb_login(environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home) -> bool:
     """Return whether wandb would find a login for its server; it is not verified."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -237,8 +233,9 @@ def has_wandb_login(environment: Mapping[str, str] = os.environ, home: Callable[
         with contextlib.suppress(OSError, ValueError):
             if "api_key" in file.read_text(encoding="utf-8"):
                 return True
+    host = urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
     for file in [Path(given)] if (given := environment.get("NETRC")) else [home() / ".netrc", home() / "_netrc"]:
         with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(str(file.expanduser())).authenticators(wandb_host(environment)) is not None:
+            if netrc.netrc(str(file.expanduser())).authenticators(host) is not None:
                 return True
     return False
