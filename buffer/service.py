@@ -31,7 +31,7 @@ from buffer.transaction import Transaction
 from buffer.upkeep import Hearing, Senders, Stages, Upkeep
 from common.process import keep_freed_memory
 from common.rpc.auth import ServiceKeys
-from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
+from common.rpc.server import CannotBind, Rejected, Request, RpcServer
 from common.run import RunFacts
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class _Pushed(NamedTuple):
 
 
 Asked = Request | _Pushed
-Arrival = Asked | Malformed | Unserved
+Arrival = Asked | Rejected
 
 
 class _Parked(NamedTuple):
@@ -200,19 +200,17 @@ class BufferService:
         """Answer what is refused whatever the store holds; the rest."""
         asked: list[Asked] = []
         for arrival in arrivals:
-            match arrival:
-                case Malformed(identity, request_id, reason, refused, peer):
-                    self._unreadable[reason] += 1
-                    self._senders.blame(self._senders.name(identity, peer), f"set aside: {reason}")
-                    if refused is not None:
-                        self._rpc.answer(identity, request_id, refused)
-                case Unserved(identity, request_id, refused, peer):
-                    sender = self._senders.name(identity, peer)
-                    if refused.kind != p.RETRY:
-                        self._senders.blame(sender, refused.reason)
-                    self._rpc.answer(identity, request_id, refused)
-                case _:
-                    asked.append(arrival)
+            if not isinstance(arrival, Rejected):
+                asked.append(arrival)
+                continue
+            identity, request_id, reply, peer, unreadable = arrival
+            if unreadable:
+                self._unreadable[unreadable] += 1
+                self._senders.blame(self._senders.name(identity, peer), f"set aside: {unreadable}")
+            elif reply is not None and reply.kind != p.RETRY:
+                self._senders.blame(self._senders.name(identity, peer), reply.reason)
+            if reply is not None:
+                self._rpc.answer(identity, request_id, reply)
         return asked
 
     def _answer_on_full_disk(self, asked: list[Asked], reason: str) -> _Answers:
@@ -410,7 +408,7 @@ class Credits:
         return p.Credit(max(_LEAST_CREDIT.rows, rows), max(_LEAST_CREDIT.size_bytes, size_bytes))
 
 
-def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: str) -> list[Arrival]:
+def opened(messages: Iterable[Request | Rejected], pushes_wait_for: str) -> list[Arrival]:
     """Messages in order, pushes that follow one another together; `pushes_wait_for` says why none is taken in now."""
     arrivals: list[Arrival] = []
     pushes: list[Request] = []
@@ -427,7 +425,7 @@ def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: 
         elif pushes_wait_for:
             join()
             wait = p.Refused(pushes_wait_for, p.RETRY)
-            arrivals.append(Unserved(arrival.identity, arrival.request_id, wait, arrival.peer))
+            arrivals.append(Rejected(arrival.identity, arrival.request_id, wait, arrival.peer))
         else:
             pushes.append(arrival)
     join()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from common.rpc.server import Malformed, Request, Unserved
+from common.rpc.server import Rejected
 from common.staleness import PolicyVersion
 from weight_sync.client import StoreAccess, WeightClient
 from weight_sync.config import WeightSyncConfig
@@ -134,9 +134,10 @@ class CountingService(WeightService):
         self.sent: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def _take(self, arrival) -> None:
-        asks_how_far = isinstance(arrival, Request) and type(arrival.message) is WriteRequest and not len(arrival.body)
-        if not isinstance(arrival, Unserved) and not asks_how_far:
-            self.requests["Damaged" if isinstance(arrival, Malformed) else type(arrival.message).__name__] += 1
+        if isinstance(arrival, Rejected):
+            self.requests.update(["Damaged"] if arrival.unreadable else [])
+        elif type(arrival.message) is not WriteRequest or len(arrival.body):  # else it asks how far an upload is
+            self.requests[type(arrival.message).__name__] += 1
         super()._take(arrival)
 
     def _answer(self, request):

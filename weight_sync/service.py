@@ -28,7 +28,7 @@ from typing import BinaryIO
 from common.files import mapped, write_whole
 from common.rpc.auth import ServiceKeys
 from common.rpc.messages import Done, Message, Refused, Working, checksum
-from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
+from common.rpc.server import CannotBind, Rejected, Request, RpcServer
 from common.staleness import PolicyVersion
 from weight_sync import protocol as p
 from weight_sync.delta import rebuild_file
@@ -137,19 +137,19 @@ class WeightService:
             self._served.close()
             self._rpc.close()
 
-    def _take(self, arrival: Request | Malformed | Unserved) -> None:
-        match arrival:
-            case Request():
-                answer = self._answer(arrival)
-                if answer is not None:
-                    self._rpc.answer(arrival.identity, arrival.request_id, *answer)
-            case Malformed(identity, request_id, reason, reply, peer):
-                self._complain(f"dropped a message that is none of ours, or was damaged on its way: {reason}", peer)
-                if reply is not None:
-                    self._rpc.answer(identity, request_id, reply)
-            case Unserved(identity, request_id, reply, peer):
-                self._complain(f"refused: {reply.reason}", peer)
-                self._rpc.answer(identity, request_id, reply)
+    def _take(self, arrival: Request | Rejected) -> None:
+        if isinstance(arrival, Request):
+            answer = self._answer(arrival)
+            if answer is not None:
+                self._rpc.answer(arrival.identity, arrival.request_id, *answer)
+            return
+        identity, request_id, reply, peer, unreadable = arrival
+        if unreadable:
+            self._complain(f"dropped a message that is none of ours, or was damaged on its way: {unreadable}", peer)
+        elif reply is not None:
+            self._complain(f"refused: {reply.reason}", peer)
+        if reply is not None:
+            self._rpc.answer(identity, request_id, reply)
 
     def _complain(self, what: str, peer: str) -> None:
         now = self._clock()

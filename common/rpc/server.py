@@ -57,24 +57,16 @@ class Request(NamedTuple):
     peer: str
 
 
-class Malformed(NamedTuple):
-    """A message that came damaged, or is none of ours."""
+class Rejected(NamedTuple):
+    """A message that came damaged, is none of ours, or asks what its client may not ask."""
 
     identity: bytes
     request_id: int
-    reason: str
     reply: Refused | None
     """None: there is no request to answer."""
     peer: str
-
-
-class Unserved(NamedTuple):
-    """A request that is refused without looking at what it asks."""
-
-    identity: bytes
-    request_id: int
-    reply: Refused
-    peer: str
+    unreadable: str = ""
+    """Why no request was read from it; '' if its client may not ask it."""
 
 
 class RpcServer:
@@ -215,27 +207,27 @@ class RpcServer:
             frames = [*frames, frame] if len(frames) <= _MAX_FRAMES else [*frames[:-1], frame]
         return frames
 
-    def open(self, frames: Sequence[zmq.Frame]) -> Request | Malformed | Unserved:
+    def open(self, frames: Sequence[zmq.Frame]) -> Request | Rejected:
         identity, peer, rest = frames[0].bytes, _peer_of(frames[0]), [frame.buffer for frame in frames[1:]]
         try:
             header, body = (*rest, _NOTHING)[:2] if 1 <= len(rest) <= 2 else (_NOTHING, _NOTHING)
             envelope = self._protocol.decode(header, max_bytes=self._protocol.max_header_bytes)
         except msgspec.DecodeError:
-            return Malformed(identity, 0, "header", None, peer)
+            return Rejected(identity, 0, None, peer, "header")
         number, message = envelope.request_id, envelope.message
         if len(body) > _LARGE_BYTES and (reason := self._refuse_body(body)):
             refused = Refused(f"the message was quarantined: {reason}")
-            return Malformed(identity, number, "schema", refused, peer)
+            return Rejected(identity, number, refused, peer, "schema")
         if envelope.body_checksum != checksum(body):
             damaged = Refused(f"a body of {len(body)} bytes does not match its checksum", DAMAGED)
-            return Malformed(identity, number, "checksum", damaged, peer)
+            return Rejected(identity, number, damaged, peer, "checksum")
         if not isinstance(message, self._protocol.requests):
             refused = Refused(f"{type(message).__name__} is no request")
-            return Malformed(identity, number, "header", refused, peer)
+            return Rejected(identity, number, refused, peer, "header")
         asker = envelope.asker
         reason = self._stranger(envelope.run_id, envelope.protocol) or self._protocol.refusal(message, asker)
         if reason or asker is None:
-            return Unserved(identity, number, Refused(reason), peer)
+            return Rejected(identity, number, Refused(reason), peer)
         return Request(identity, number, message, body, asker, peer)
 
     def answer(self, identity: bytes, request_id: int, reply: Message, body: bytes | memoryview = b"") -> None:
