@@ -146,11 +146,11 @@ def _tell_damage(damaged: list[str], folder: Path) -> int:
 
 
 def headline(inspection: Inspection) -> str:
-    totals = inspection.totals()
-    quarantined = sum(totals.quarantined_by_reason.values())
+    state, store = inspection.state(), inspection.store
+    quarantined = sum(state.ledger.quarantined_by_reason.values())
     return (
-        f"run {inspection.store.facts.run_id}, schema version {SCHEMA_VERSION}, learner at version {totals.version}: "
-        f"{totals.num_groups} groups, {totals.num_records} trajectories, {totals.size_bytes / 2**20:.1f} MiB, "
+        f"run {store.facts.run_id}, schema version {SCHEMA_VERSION}, learner at version {state.version}: "
+        f"{inspection.num_groups()} groups, {state.num_records} trajectories, {store.size_bytes / 2**20:.1f} MiB, "
         f"{quarantined} quarantined"
     )
 

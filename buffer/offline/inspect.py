@@ -63,18 +63,6 @@ class GroupView:
         return [length for length in self.row.lengths if length]
 
 
-class Totals(NamedTuple):
-    """Figures of the whole store."""
-
-    version: int
-    """Optimizer steps that the learner has taken."""
-    num_groups: int
-    num_records: int
-    size_bytes: int
-    ledger: dict[str, int]
-    quarantined_by_reason: dict[str, int]
-
-
 @dataclass
 class Inspection:
     """The store of a buffer folder, open for reading."""
@@ -99,14 +87,11 @@ class Inspection:
     def folder(self) -> Path:
         return self.store.folder
 
-    def totals(self) -> Totals:
-        state, num_groups = look_at(self.store, lambda tx: (tx.state, tx.groups.count))
-        ledger = state.ledger
-        size, reasons = self.store.size_bytes, dict(ledger.quarantined_by_reason)
-        return Totals(state.version, num_groups, state.num_records, size, ledger.counts(), reasons)
-
     def state(self) -> StoreState:
         return look_at(self.store, lambda tx: tx.state)
+
+    def num_groups(self) -> int:
+        return look_at(self.store, lambda tx: tx.groups.count)
 
     def groups(
         self, *, prompt_id: int | None = None, phase: str | None = None, with_samples: bool = False

@@ -150,7 +150,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
     deadline, pick, num_rated = clock() + limit_s, random.Random(0), 0
     best, worst, other = (-math.inf, 0, 0), (math.inf, 0, 0), (0.0, 0, 0)  # reward, group, sample
     with Inspection.open(root) as inspection:
-        data = BufferData(inspection.totals().num_groups)
+        data = BufferData(inspection.num_groups())
         for group in inspection.groups():
             data.num_looked_at += 1
             row = group.row

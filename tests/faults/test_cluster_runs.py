@@ -85,7 +85,7 @@ def outcome_of(run: Path, said: str) -> Outcome:
     summary = json.loads((run / "summary.json").read_text())
     rows = [row for row in joined(RunFolder(run)) if "loss" in row]
     with Inspection.open(run / "buffer") as inspection:
-        num_committed = inspection.totals().ledger["committed"]
+        num_committed = inspection.state().ledger.committed
         export(inspection, run / "trajectories.parquet")
     stored = pq.read_table(run / "trajectories.parquet", columns=["actor", "epoch", "seq"]).to_pylist()
     by_actor = Counter(actor for actor, _, _ in {tuple(row.values()) for row in stored})

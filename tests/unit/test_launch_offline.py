@@ -77,7 +77,7 @@ def test_its_buffer_is_filled_before_anything_starts_and_needs_its_source_no_mor
     assert (facts.group_size, facts.num_prompts) == (2, 6), "of the samples, not of the task"
     fill_buffer(made.config, facts, made.folder, made.recorded)
     with Inspection.open(made.folder.buffer) as inspection:
-        assert inspection.totals().ledger["waiting"] == 12
+        assert inspection.state().ledger.waiting == 12
         assert inspection.store.facts == facts
     fingerprint = made.task.fingerprint
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=fingerprint, started_s=(1.0,), recorded=made.recorded)

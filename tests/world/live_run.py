@@ -144,7 +144,7 @@ class LiveRun:
     def ledger(self) -> dict[str, int]:
         """The buffer's, read from its files."""
         with Inspection.open(self.folder / "buffer") as inspection:
-            return inspection.totals().ledger
+            return inspection.state().ledger.counts()
 
     def trajectories(self) -> list[dict[str, Any]]:
         """All that are stored."""
