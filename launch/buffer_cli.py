@@ -18,7 +18,7 @@ import typer
 from buffer.errors import BufferError
 from buffer.ledger import COUNTS
 from buffer.offline.inspect import GroupView, Inspection, Sample, check_store, joined
-from buffer.offline.sample_file import export as export_samples
+from buffer.offline.inspect import export as export_samples
 from buffer.rows import SCHEMA_VERSION
 from buffer.store import RESTORE
 from common.staleness import PolicyVersion

@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.lib.machine import ROOT, make_model
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
-from buffer.offline.inspect import Inspection
-from buffer.offline.sample_file import export
+from buffer.offline.inspect import Inspection, export
 from launch.observe.metrics import Rows
 from launch.observe.totals import Interval, shared
 from launch.observe.trace import read

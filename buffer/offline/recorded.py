@@ -1,6 +1,7 @@
 """Recorded samples: what a run has stored, or a file holds, group by group, and how they fill another run's buffer.
 
-    Recorded    one source, open for reading
+    Recorded    one source, open for reading: a store, an export, or JSON Lines with a `FileRow` per line. A file is
+                read as a whole, for the rows of a group may lie anywhere
     survey      looks at every sample: what there is, and what cannot be trained on
     fill        enters all of it into a new store, as if each group had been leased and pushed there
 
@@ -16,25 +17,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from buffer.config import MAX_GROUP_SIZE, BufferConfig
 from buffer.core import BufferCore
 from buffer.errors import StoreError
 from buffer.ingest import PushedRow, faults, rows_of
-from buffer.offline.inspect import Inspection, joined
-from buffer.offline.sample_file import SUFFIXES, BadRows, batches_of, read_samples
+from buffer.offline.inspect import Inspection, batches_of, joined
 from buffer.rows import RowBytes, flat_values, list_array
-from buffer.schema import SCHEMA
+from buffer.schema import SCHEMA, Trajectory, VersionSpan, refuse_nulls, to_batch
 from buffer.store import Store, is_served
 from buffer.tables import Group, Incarnation
 from buffer.transaction import Transaction
 from common.run import RunFacts
-from common.staleness import StalenessConfig
+from common.staleness import PolicyVersion, StalenessConfig
+from common.user_input import did_you_mean
 
 RECORDED_VERSION = -1
 MAX_INCARNATIONS = 1024
@@ -45,13 +48,21 @@ PART_ROWS = 4096
 """Samples of a file that are entered in one transaction, with the rest of the last one's group."""
 
 
+SUFFIXES = (".jsonl", ".parquet")
+MAX_NAMED = 20
+"""Wrong rows that are named; the others are counted."""
+FROM_FILE = "file"
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 class RecordedGroups(NamedTuple):
     """Some whole groups of a source."""
 
     batch: pa.RecordBatch
     """Of `schema.SCHEMA`, by groups. An unknown log-probability is NaN."""
     rows: npt.NDArray[np.int64] | None
-    """Where each sample stands in its file, if there is one."""
+    """The line or row of each sample in its file, from 1; None: in a store."""
 
     def name_of(self, row: int) -> str:
         if self.rows is not None:
@@ -93,8 +104,7 @@ class Recorded:
                 f"there are no recorded samples at {path}: give the folder of a run, or a file that is there and whose "
                 f"name ends in {' or '.join(SUFFIXES)}"
             )
-        found = read_samples(path)
-        yield cls(path, found.is_recorded, RecordedGroups(found.batch, found.rows))
+        yield cls(path, path.suffix == ".parquet", read_samples(path))
 
     def parts(self) -> Iterator[RecordedGroups]:
         """All samples; groups are whole, and in the order of their ids within a store."""
@@ -234,6 +244,146 @@ def _group_of(rows: Sequence[PushedRow], prompt_id: int) -> Group:
     group.sample_states = [state if i in there else "failed" for i, state in enumerate(group.sample_states)]
     group.attempt, group.issued = 1, len(rows)
     return group
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+class FileRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One sample of a JSON Lines file."""
+
+    prompt_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    completion_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    reward: float | None = None
+    logprobs: list[float] | None = None
+    """log mu of each completion token under the policy that sampled it."""
+    group: int | str | None = None
+    """Rows of one value are one group; so are rows of one prompt without a value."""
+    finished: bool = True
+    """It ended with an end-of-sequence token, and was not cut."""
+    columns: dict[str, Any] = {}
+    """Anything else to keep."""
+
+
+class BadRows(StoreError):
+    """Rows of a file, or samples of a run, that cannot be trained on; names each with its reason."""
+
+    def __init__(self, path: Path, num_rows: int, reasons: Mapping[str, str]) -> None:
+        named = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:MAX_NAMED])
+        others = f"; and {len(reasons) - MAX_NAMED} others" if len(reasons) > MAX_NAMED else ""
+        super().__init__(
+            f"{path}: {len(reasons)} of {num_rows} samples cannot be trained on, so none is taken: {named}{others}"
+        )
+
+
+def read_samples(path: Path) -> RecordedGroups:
+    """Read a file; StoreError if it cannot be read, or has other columns, BadRows if rows have no sample."""
+    try:
+        if path.suffix == ".jsonl":
+            return _of_rows(path, _json_rows(path))
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"{path} cannot be read as {path.suffix[1:]} ({error}): check the file") from error
+    return _of_export(path, table)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, FileRow | str]]:
+    decoder = msgspec.json.Decoder(FileRow)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield number, decoder.decode(line)
+                except (msgspec.DecodeError, RecursionError) as error:
+                    yield number, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    field = text.split("`")[1] if "unknown field" in text else ""
+    return text + (did_you_mean(field, FileRow.__struct_fields__) if field else "")
+
+
+def _of_rows(path: Path, rows: Iterator[tuple[int, FileRow | str]]) -> RecordedGroups:
+    """Number prompts and groups by their first appearance, and put the samples of each group together."""
+    prompts: dict[tuple[int, ...], int] = {}
+    groups: dict[object, tuple[int, int]] = {}
+    sizes: dict[int, int] = {}
+    found: list[tuple[int, Trajectory]] = []
+    bad: dict[str, str] = {}
+    written_s, num_rows = path.stat().st_mtime, 0
+    for number, row in rows:
+        num_rows += 1
+        why = row if isinstance(row, str) else _fault(row)
+        if isinstance(row, str) or why:
+            bad[f"row {number}"] = why
+            continue
+        prompt_id = prompts.setdefault(tuple(row.prompt_ids), len(prompts))
+        # a group that is named, and one of a prompt, never have the same key
+        key = ("prompt", prompt_id) if row.group is None else (type(row.group), row.group)
+        group_id, of_prompt = groups.setdefault(key, (len(groups) + 1, prompt_id))
+        if of_prompt != prompt_id:
+            bad[f"row {number}"] = f"group {row.group!r} has another prompt in an earlier row"
+            continue
+        sizes[group_id] = sizes.get(group_id, 0) + 1
+        found.append((number, _trajectory(row, group_id, sizes[group_id] - 1, prompt_id, number, written_s)))
+    if bad:
+        raise BadRows(path, num_rows, bad)
+    found.sort(key=lambda each: (each[1].group_id, each[1].sample_index))
+    batch = to_batch([trajectory for _, trajectory in found], run_id=path.name)
+    return RecordedGroups(batch, np.array([number for number, _ in found], np.int64))
+
+
+def _fault(row: FileRow) -> str:
+    if row.logprobs is not None and len(row.logprobs) != len(row.completion_ids):
+        return f"{len(row.logprobs)} logprobs for {len(row.completion_ids)} completion_ids"
+    return ""
+
+
+def _trajectory(row: FileRow, group_id: int, index: int, prompt_id: int, number: int, written_s: float) -> Trajectory:
+    """Of a version that nobody knows: it counts as older than any of the run that trains on it."""
+    num_tokens = len(row.completion_ids)
+    unknown = np.full(num_tokens, np.nan, np.float32)
+    return Trajectory(
+        lease_id=group_id,
+        attempt=1,
+        group_id=group_id,
+        sample_index=index,
+        prompt_id=prompt_id,
+        token_ids=np.array([*row.prompt_ids, *row.completion_ids], np.int32),
+        prompt_length=len(row.prompt_ids),
+        logprobs=unknown if row.logprobs is None else np.array(row.logprobs, np.float32),
+        spans=(VersionSpan(PolicyVersion(0, 0), 0, num_tokens),),
+        reward=row.reward,
+        finish_reason="stop" if row.finished else "length",
+        columns=row.columns,
+        actor=FROM_FILE,
+        seq=number,
+        started_s=written_s,
+        finished_s=written_s,
+    )
+
+
+def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
+    """The columns of the schema as they are; what the store knew beside them is left out."""
+    if missing := sorted(set(SCHEMA.names) - set(table.column_names)):
+        raise StoreError(
+            f"{path} lacks the columns {', '.join(missing)} of an export: give what leeway buffer export wrote, or a "
+            ".jsonl file of your own samples"
+        )
+    try:
+        chosen = table.select(SCHEMA.names).cast(SCHEMA)
+        order = np.lexsort((chosen["sample_index"].to_numpy(), chosen["group_id"].to_numpy()))
+        batch = pa.concat_batches(chosen.take(order).to_batches()) if len(order) else to_batch([], "")
+        refuse_nulls(batch)
+    except (pa.ArrowException, ValueError) as error:
+        raise StoreError(
+            f"{path} has the names of an export's columns, and not their types, or is larger than 2**31 tokens "
+            f"({error}): export the run again, or a part of it"
+        ) from error
+    return RecordedGroups(batch, order.astype(np.int64) + 1)
 
 
 # --- columns --------------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ import zmq
 from safetensors.torch import load_file
 
 from buffer import protocol as p
-from buffer.offline.inspect import Inspection, check_store
-from buffer.offline.sample_file import export
+from buffer.offline.inspect import Inspection, check_store, export
 from launch.observe.trace import read
 from learner.checkpoint_files import steps_in
 from tests.constants import environment

@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.lib.runs import joined
-from buffer.offline.inspect import Inspection
-from buffer.offline.sample_file import export
+from buffer.offline.inspect import Inspection, export
 from launch.observe.status import read_status
 from launch.run_folder import RunFolder
 from tests.faults import hosts as machines

@@ -13,8 +13,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.errors import StoreError
 from buffer.offline import inspect as inspecting
-from buffer.offline.inspect import Inspection
-from buffer.offline.sample_file import STATE, export, version_bounds
+from buffer.offline.inspect import STATE, Inspection, export, version_bounds
 from buffer.rows import SPAN
 from buffer.store import Store
 from buffer.tables import Tries
@@ -95,7 +94,7 @@ def test_reading_one_group_per_transaction_and_writing_small_row_groups_changes_
     transactions = []
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda store, look: transactions.append(look) or read(store, look))
-    monkeypatch.setattr("buffer.offline.sample_file.ROW_GROUP_ROWS", 3)
+    monkeypatch.setattr("buffer.offline.inspect.ROW_GROUP_ROWS", 3)
     exported(run, tmp_path / "pieces.parquet")
     assert len(transactions) > 8
     assert pq.ParquetFile(tmp_path / "pieces.parquet").metadata.num_row_groups == 4
@@ -135,7 +134,7 @@ def test_an_export_that_fails_leaves_neither_half_a_file_nor_the_old_one_changed
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("buffer.offline.sample_file.pq.ParquetWriter.write_table", fail)
+    monkeypatch.setattr("buffer.offline.inspect.pq.ParquetWriter.write_table", fail)
     with pytest.raises(StoreError, match=r"out.parquet cannot be written \(No space left"):
         exported(run, out)
     assert out.read_bytes() == b"an older export"

@@ -17,9 +17,8 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.offline import recorded as recording
-from buffer.offline.inspect import Inspection, verify
-from buffer.offline.recorded import RECORDED_VERSION, Recorded, fill, survey
-from buffer.offline.sample_file import BadRows, export
+from buffer.offline.inspect import Inspection, export, verify
+from buffer.offline.recorded import RECORDED_VERSION, BadRows, Recorded, fill, survey
 from buffer.store import Store, own
 from common.staleness import PolicyVersion
 from launch.offline import num_steps_of

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.lib.runs import joined
-from buffer.offline.inspect import Inspection
-from buffer.offline.sample_file import export
+from buffer.offline.inspect import Inspection, export
 from common.staleness import PolicyVersion
 from launch.errors import ExitStatus
 from launch.run_folder import RunFolder
