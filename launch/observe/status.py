@@ -413,7 +413,7 @@ def _of_actor(said: str, status: RunStatus) -> tuple[str, str]:
     buffer = status.buffer
     if said.startswith("evaluating "):
         return "evaluate", said.removeprefix("evaluating ")
-    if said == "draining" or (said.startswith(LEASE) and buffer is not None and buffer.is_draining):
+    if said in ("draining", "stopped") or (said.startswith(LEASE) and buffer is not None and buffer.is_draining):
         return "wait", "for nothing more: the run drains"
     if said.startswith(LEASE):
         than = f" than version {status.version} ({buffer.ready_groups} groups are ready for it)" if buffer else ""
