@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.tasks.config import Classifier, CodeRule, FileTask, Judge, ReasoningGymTask, RegexRule, TaskConfig
-from actors.tasks.functions import arguments_of, check_functions, check_network, load_function, try_imports
+from actors.tasks.functions import arguments_of, check_functions, load_function, try_imports
 from actors.tasks.prompts import Template, file_problems, held_out, split_field, teachers_of
 from actors.tasks.rules import ANSWERS, check_rule, load_rule
 from actors.tasks.task import PROMPTS, Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
@@ -69,7 +69,6 @@ def check_task(
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
         end_of_turn, answer_start = codec.end_of_turn(), codec.answer_start(task.train[0].text)
     if import_limit_s is not None:
-        check_network(config)
         files = [reference for reference in config.rewards if reference not in named]
         try_imports(files, columns, import_limit_s, has_network=config.reward_network)
     of_prompts = b""

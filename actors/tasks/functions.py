@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.sandbox import HINT, why_not_cut
-from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import Call, Problem, TaskError, among_known
 from common.user_input import UserFileError, imported, split
 
@@ -134,23 +133,20 @@ except TaskError as error:
 """
 
 
-def check_network(config: ReasoningGymTask | FileTask) -> None:
-    """See that this machine can cut rewards off from the network, if asked to; TaskError if it cannot."""
-    why = "" if config.reward_network else why_not_cut()
-    if why:
-        raise TaskError(
-            f"task.reward_network = false, but the kernel does not let a process leave the network here ({why}): "
-            f"{HINT}; or leave the key out"
-        )
-
-
 def try_imports(
     references: Sequence[str], columns: Collection[str], limit_s: float, *, has_network: bool = True
 ) -> None:
     """Load the functions as an actor does, but in a process of their own.
 
-    TaskError as `load_function`; or if the import ends the process, or does not end in time.
+    TaskError as `load_function`; or if the import ends the process, does not end in time, or if this machine cannot cut
+    rewards off from the network.
     """
+    why = "" if has_network else why_not_cut()
+    if why:
+        raise TaskError(
+            f"task.reward_network = false, but the kernel does not let a process leave the network here ({why}): "
+            f"{HINT}; or leave the key out"
+        )
     if not references:
         return
     command = [sys.executable, "-P", "-c", _TRY, json.dumps([list(references), list(columns), has_network])]

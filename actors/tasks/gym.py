@@ -46,7 +46,13 @@ def gym_problems(
         number = split.num_read
         stalled = number - last_new > _PATIENCE_ITEMS + num_distinct
         if stalled or number >= limit:
-            raise TaskError(_too_few(config, split.finish()))
+            split.finish()
+            raise TaskError(
+                f"dataset {config.name} has only {split.num_distinct} distinct questions in {split.num_read} items: "
+                f"{len(split.train)} of task.num_train = {config.num_train} and {len(split.heldout)} of "
+                f"task.num_heldout = {config.num_heldout} ({HELDOUT_SHARE:.3g} of all). Lower the numbers, or widen "
+                "task.params"
+            )
         item = _item(dataset, number, config.name)
         split.offer({name: item[name] for name in COLUMNS}, number, f"{config.name} item {number}")
         if split.num_distinct > num_distinct:
@@ -141,11 +147,3 @@ def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
     finally:
         random.setstate(state)
     return item
-
-
-def _too_few(config: ReasoningGymTask, split: Split) -> str:
-    return (
-        f"dataset {config.name} has only {split.num_distinct} distinct questions in {split.num_read} items: "
-        f"{len(split.train)} of task.num_train = {config.num_train} and {len(split.heldout)} of task.num_heldout = "
-        f"{config.num_heldout} ({HELDOUT_SHARE:.3g} of all). Lower the numbers, or widen task.params"
-    )

@@ -75,7 +75,7 @@ def test_the_loss_of_the_page_trains_from_any_folder_and_after_it_was_resumed(tm
     steps, summary = finished(
         tmp_path,
         *("--model.path", str(ROOT / "examples" / "demo_model"), "--learner.num_stages", "2"),
-        *("--task.num_train", "12", "--task.num_heldout", "4", "--learner.groups_per_step", "4"),
+        *("--task.num_train", "12", "--task.num_heldout", "3", "--learner.groups_per_step", "4"),
         *("--learner.num_steps", "4", "--learner.checkpoint_every", "2"),
         example=str(tmp_path / "own-loss"),
     )
