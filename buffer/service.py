@@ -62,6 +62,8 @@ class _Pushed(NamedTuple):
 
 Asked = Request | _Pushed
 Arrival = Asked | Rejected
+Blame = tuple[str, str, int]
+"""A sender, what it sent that no client of the run would, and how often."""
 
 
 class _Parked(NamedTuple):
@@ -78,20 +80,12 @@ class _Outgoing(NamedTuple):
     body: bytes | memoryview
 
 
-class _Blame(NamedTuple):
-    """Somebody sent nonsense."""
-
-    sender: str
-    what: str
-    times: int = 1
-
-
 class _Answers(NamedTuple):
-    """What a turn comes to."""
+    """What a transaction comes to, beside its changes of the store."""
 
     outbox: list[_Outgoing]
     parked: dict[tuple[bytes, int], _Parked]
-    blames: list[_Blame]
+    blames: list[Blame]
 
 
 def keep_memory() -> None:
@@ -270,7 +264,7 @@ class BufferService:
     def _answer(self, tx: Transaction, asked: Sequence[Asked]) -> _Answers:
         """All replies of one turn. May run twice, where the store grows or is full, so it changes nothing but `tx`."""
         outbox: list[_Outgoing] = []
-        blames: list[_Blame] = []
+        blames: list[Blame] = []
         parked = dict(self._parked)
         for reason, number in self._unreadable.items():
             tx.state.ledger.quarantine(reason, number)
@@ -300,7 +294,7 @@ class BufferService:
         is_full = now < self._full_until + _FULL_HEARD_S
         return self._upkeep.watch.pushes_wait_for or (self._full_because if is_full else "")
 
-    def _answer_pushes(self, tx: Transaction, pushed: _Pushed, blames: list[_Blame]) -> list[_Outgoing]:
+    def _answer_pushes(self, tx: Transaction, pushed: _Pushed, blames: list[Blame]) -> list[_Outgoing]:
         requests, refusals = pushed.requests, {}
         for place, request in enumerate(requests):
             if refusal := self._refusal(tx, request, blames):
@@ -311,27 +305,27 @@ class BufferService:
             if isinstance(reply, p.PushReply):
                 reasons = [row.reason for row in reply.others if row.outcome == "quarantined"]
                 if reasons:
-                    blames.append(_Blame(request.asker.name, f"set aside: {reasons[0]}", len(reasons)))
+                    blames.append((request.asker.name, f"set aside: {reasons[0]}", len(reasons)))
             elif place not in refusals and isinstance(pushed.opened.opened[place][1], BadBody):
-                blames.append(_Blame(request.asker.name, reply.reason))
+                blames.append((request.asker.name, reply.reason, 1))
             complete = self._completed(request.message, reply)
             outbox.append(_Outgoing(request.identity, request.request_id, complete, b""))
         return outbox
 
-    def _refusal(self, tx: Transaction, request: Request, blames: list[_Blame]) -> str:
+    def _refusal(self, tx: Transaction, request: Request, blames: list[Blame]) -> str:
         """Why a request is refused for who asks it; '' where it is one of the run's clients, and asks for itself."""
         try:
             self._core.leases.recognise(tx, request.asker, request.message)
         except BufferRefused as error:
             if isinstance(error, NotBelieved):
-                blames.append(_Blame(self._senders.name(request.identity, request.peer), str(error)))
+                blames.append((self._senders.name(request.identity, request.peer), str(error), 1))
             return str(error)
         if not isinstance(request.message, p.Hello):  # which may still be refused
             self._senders.heard(request.identity, request.asker.name)
         return ""
 
     def _answer_one(
-        self, tx: Transaction, asked: Request, parked: dict[tuple[bytes, int], _Parked], blames: list[_Blame]
+        self, tx: Transaction, asked: Request, parked: dict[tuple[bytes, int], _Parked], blames: list[Blame]
     ) -> Answer | None:
         """The answer to any request but a push; None to a draw, which waits among those parked."""
         identity, request_id, message, body, asker, _ = asked
@@ -342,7 +336,7 @@ class BufferService:
                 answer = self._core.handle(tx, message, body)
             except BufferRefused as error:
                 if isinstance(error, NotBelieved):
-                    blames.append(_Blame(asker.name, str(error)))
+                    blames.append((asker.name, str(error), 1))
                 return p.Refused(str(error)), b""
             self._senders.heard(identity, asker.name)
             return answer

@@ -154,7 +154,7 @@ class Tripwires:
             return
         lengths = (
             f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}): raise "
-            "weight_sync.max_lag, or set buffer.sampler = 'fifo'"
+            "weight_sync.max_lag, or set buffer.sampler = 'fifo' or buffer.refill_uninformative = 0"
         )
         damaged = f"{status.num_damaged} blocks of records of the buffer are damaged; see `leeway buffer verify`"
         ended = "the lengths trained are those generated again"
