@@ -21,7 +21,7 @@ from actors.tasks.task import Problem
 from algorithms.base import LossInputs
 from algorithms.corrections import ess_scale, off_policy_metrics
 from algorithms.registry import loss_for
-from benchmarks.lib.machine import ROOT, make_model
+from benchmarks.lib.machine import ROOT
 from launch.config import Config, load_config
 from learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 from learner.step import ESS_METRIC
@@ -145,7 +145,6 @@ class DelayedRun:
         assert isinstance(self.config.task, ReasoningGymTask)
         split = gym_problems(self.config.task)
         self._scorer = gym_scorer(self.config.task)
-        make_model(CONFIG)
         self._tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
         self._problems = split.train
         self._heldout = split.heldout
