@@ -75,7 +75,7 @@ class LossInputs:
     lag_T: Tensor | None = None
     """int64: updates between the version that sampled each token and the present one; None if not counted."""
     progress: float = 0.0
-    """Share of the run's updates that came before this one, as for a schedule of beta."""
+    """Share of the run's updates that came before this one, taken or not, as for a schedule of beta."""
 
     @property
     def num_sequences(self) -> int:

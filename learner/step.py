@@ -119,13 +119,15 @@ class TrainStep:
             if updates and between_updates is not None:
                 between_updates(version)
                 clock.lap("time/publish")
-            part = draw.part(sequences, version)
+            # as the learning rate, as if no update were skipped: a schedule ends with the run
+            update = step * self._config.updates_per_step + number
+            part = draw.part(sequences, version, self._config.progress(update))
             if self._takes_one_pass(part.batch):
                 evaluation = self._train_at_once(part, clock)
             else:
                 evaluation = self._train_twice(part, clock, is_first=not updates)
             lr_scale = None if evaluation is None else evaluation.lr_scale
-            result = self._networks.update(step * self._config.updates_per_step + number, lr_scale)
+            result = self._networks.update(update, lr_scale)
             clock.lap("time/optimizer")
             updates.append(Update(part.batch, result, {} if evaluation is None else evaluation.metrics))
             version += updates[-1].result.taken
@@ -171,8 +173,7 @@ class TrainStep:
             return None
         # what stands in for the tokens of other micro-batches does not matter: they are of other units of the loss
         blank = Leaves(torch.zeros_like(part.reference_T))
-        progress = self._config.progress(part.batch.version)
-        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, progress)
+        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, part.progress)
 
         def gradient(where: Tensor, logprobs: Tensor) -> Tensor:
             logprobs_T = blank.logprobs_T.index_copy(0, where, logprobs)
@@ -190,8 +191,7 @@ class TrainStep:
         assert leaves is not None, "the coordinator has the last stage"
         assert part.old is not None, "the coordinator has the last stage"
         assert part.reference_T is not None, "the coordinator has the last stage"
-        progress = self._config.progress(part.batch.version)
-        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, progress)
+        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, part.progress)
         output = self._loss(inputs)
         if output.weights_T is not None:
             part.draw.applied_T[part.where_T] = output.weights_T
@@ -217,6 +217,7 @@ class _Part:
     old: Leaves | None
     """Log-probabilities of the policy at the start of the draw, and the critic's values; or of the policy that this
     update met, if the loss does not read them."""
+    progress: float
 
     @property
     def is_whole(self) -> bool:
@@ -243,15 +244,17 @@ class _Draw:
     first: _Part | None = None
     """The first part that met the policy, which was as at the start."""
 
-    def part(self, sequences: IntArray, version: int) -> _Part:
-        """Return some of its sequences, to be trained at a version."""
+    def part(self, sequences: IntArray, version: int, progress: float = 0.0) -> _Part:
+        """Return some of its sequences, to be trained at a version; `progress` as in `LossInputs`."""
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self.applied_T.device)
         old = None if self.old is None else self.old.of(where_T)
         reference_T = None if self.reference_T is None else self.reference_T[where_T]
         if len(sequences) == self.batch.rows.num_rows:
-            return _Part(self, replace(self.batch, version=version), self.on_device, where_T, reference_T, old)
-        batch = self.batch.part(sequences, version)
-        return _Part(self, batch, self.networks.on_device(batch.packed), where_T, reference_T, old)
+            batch, on_device = replace(self.batch, version=version), self.on_device
+        else:
+            batch = self.batch.part(sequences, version)
+            on_device = self.networks.on_device(batch.packed)
+        return _Part(self, batch, on_device, where_T, reference_T, old, progress)
 
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
         """On the coordinator: return how far the data were from the policy when the draw began; of lag 0 by actor too.
