@@ -11,8 +11,8 @@
 
 A file gets its name once all its tensors have passed their checksums. The name of a partial file ends in the inode of
 the lock. A killed process leaves both, and the next holder of the lock continues with the file. The lock of a process
-that is stopped for `patience_s` is removed; another one makes its own and fetches anew. The stopped one may continue
-too: it writes to files of its own, and what it names has passed the same checksums.
+that is stopped for `patience_s` is removed with its partial files; another one makes its own and fetches anew. The
+stopped one may continue too: it writes to files of its own, and what it names has passed the same checksums.
 """
 
 from __future__ import annotations
@@ -142,6 +142,9 @@ class HostStaging(HostFolder):
                     with ousting:
                         if waited_for is not None and (now := _stat(path)) and now.st_ino == waited_for.st_ino:
                             log.warning("%s. Going on without it", error)
+                            # the disk has their room again once that process ends
+                            for left in self.store.version_folder(version).glob(".*.partial"):
+                                left.unlink(missing_ok=True)
                             path.unlink(missing_ok=True)
             else:
                 return held

@@ -1,5 +1,6 @@
 """What a machine keeps of the weights that it fetched, who waits for whom, and what an actor refuses."""
 
+import errno
 import fcntl
 import functools
 import os
@@ -224,6 +225,34 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
         assert_holds(each, 1)
         each.close()
     assert machine.read_bytes()["0.1"] == {WHOLE: manifest.size_of(WHOLE)}
+
+
+def test_what_a_replaced_fetcher_left_takes_no_room_from_those_that_fetch_anew(machine: Machine, monkeypatch):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    publish(machine.folder, 1)
+    (staging,) = machine.staging_dir.iterdir()
+    (staging / "0.1").mkdir()
+    stale = staging / "0.1" / f".{WHOLE}.0a.partial"
+    stale.write_bytes(bytes(1000))
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += UPDATE_TIMEOUT_S / 4
+        return now[0]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("weight_sync.staging.lock_within", functools.partial(lock_within, clock=clock))
+    monkeypatch.setattr("weight_sync.staging._fetch_bytes", full)
+    with (
+        lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"),
+        pytest.raises(TransferFailed, match="it is full"),
+    ):
+        puller.fetch(v(1))
+    assert not stale.exists()
 
 
 @pytest.mark.parametrize("deltas", [False, True])
