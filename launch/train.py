@@ -108,7 +108,7 @@ _Ready = tuple[Plan, RunContext[Config], Exporter, Tracker]
 
 
 def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
-    """The model, the folder, and whoever is told of the run; where one of them fails the run's name is free again."""
+    """Prepare the model, the folder and the trackers; if one of them fails, the name of the run is free again."""
     config, folder = plan.config, plan.folder
     if plan.lacking:
         raise ConfigError(plan.lacking)
@@ -149,7 +149,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
 
 @dataclass(frozen=True)
 class Sinks:
-    """Whoever is told of a run: files and W&B, the terminal, the trace, and whoever looks from outside."""
+    """What gets the news of a run: files and W&B, the terminal, the trace, and `status.json` with its views."""
 
     tracker: Tracker
     display: Display

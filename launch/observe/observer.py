@@ -73,7 +73,7 @@ class Observer:
         """Write nothing before the first phase.
 
         `started_s` is by `clock`; `earlier` is of a run that is resumed. `look` returns the processes as they are now,
-        without a wait. `on_news` gets every status that is written, in any thread.
+        without a wait. `on_news` gets every status that is written, in any thread; its failure is logged.
         """
         config = plan.config
         self._path, self._metrics, self._config = plan.folder.status, plan.folder.metrics, config
@@ -93,7 +93,7 @@ class Observer:
             steps_redone=earlier.num_redone if earlier else 0,
         )
         self.trained, self.actor_totals = TrainedTotals(), ActorTotals()
-        self._overlap = OverlapMeter()
+        self._overlap, self._stepped_s = OverlapMeter(), 0.0
         self._reports: dict[str, ActorReport] = {}  # the newest of each actor that works
         self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
         self._lag0: dict[str, float] = {}
@@ -237,6 +237,7 @@ class Observer:
             self._overlap.add_step(step["started_s"], step["finished_s"])
         for step in steps:
             self._count(step)
+            self._stepped_s = self._clock()
             self.status.step, self.status.version = int(step["step"]), int(step["version"])
             if step.get("mismatch/lag0_abs") is not None:
                 self.status.mismatch_lag0_abs = step["mismatch/lag0_abs"]
@@ -293,7 +294,7 @@ class Observer:
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.per_s("tokens")
         status.learner = LearnerStatus(
-            tokens_per_s=status.row.get("perf/trained_tokens_per_s") or 0.0,
+            tokens_per_s=self._trained_per_s(),
             waits_for=known.learner_waits_for,
             publishing=known.publishing or "",
             restarts=self._num_restarts,
@@ -305,6 +306,13 @@ class Observer:
         status.stages = [each for each in processes if each.role == "stage"]
         status.services = [each for each in processes if each.role not in ("actor", "stage")]
         status.waits = [] if status.ended is not None else waits(status, self._wall())
+
+    def _trained_per_s(self) -> float:
+        """Return the rate of the newest step; it falls once that step is longer ago than it took."""
+        row = self.status.row
+        step_s = (row.get("time/step") or 0.0) + (row.get("time/wait_for_batch") or 0.0)
+        rate, since_s = row.get("perf/trained_tokens_per_s") or 0.0, self._clock() - self._stepped_s
+        return rate * step_s / since_s if since_s > step_s else rate
 
     def _dated(self, processes: Iterable[ProcessStatus]) -> Iterator[ProcessStatus]:
         """Yield the processes with the time at which each was first seen in its state."""
@@ -337,7 +345,8 @@ class Observer:
         if report is None:
             return ActorStatus(**facts)
         return ActorStatus(
-            **facts | {"waits_for": report.waiting},
+            **facts,
+            waits_for=report.waiting,
             waits_s=report.waiting_s,
             refused=report.refused,
             running=report.num_running,
@@ -367,7 +376,7 @@ class Observer:
             try:
                 self._write_if_quiet()
             except Exception as error:  # the thread must not end: the run would be taken for gone
-                self._complain("the status of the run cannot be shown", error)
+                self._complain("the status of the run cannot be described", error)
 
     def _write_if_quiet(self) -> None:
         with self._lock:
@@ -388,7 +397,10 @@ class Observer:
             write_status(self._path, status)
         except OSError as error:  # views from outside are blind then; training continues
             self._complain(f"{self._path} cannot be written", error)
-        self._on_news(status)
+        try:
+            self._on_news(status)
+        except Exception as error:  # a view must not end the run, nor hide why it ends
+            self._complain("the status of the run cannot be shown", error)
         return status
 
     def _complain(self, what: str, error: Exception) -> None:

@@ -61,8 +61,6 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """"starting", "working", "finished", and more of stages and actors; see `launch.processes`."""
     since_s: float = 0.0
     """When it was first seen in that state."""
-    waits_for: str = ""
-    """Empty while nothing keeps it from running more."""
     restarts: int
     host: str
     """Address in the Ray cluster; empty until it is known, as the pid is 0."""
@@ -77,6 +75,8 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     """Served version: `45`, or `45 (start 3)` if not of the first start."""
     behind: int | None = None
     """Versions behind the newest published one."""
+    waits_for: str = ""
+    """Empty while nothing keeps it from running more."""
     waits_s: float = 0.0
     running: int = 0
     tokens_per_s: float = 0.0
@@ -106,7 +106,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All stages together."""
 
     tokens_per_s: float = 0.0
-    """Completion tokens that the newest step trained over its time, with the wait for its batch."""
+    """Completion tokens of the newest step over its time and the wait for its batch; less if the next one is late."""
     waits_for: str = ""
     publishing: str = ""
     """What keeps published weights from being on disk; empty if nothing does."""

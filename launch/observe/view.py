@@ -231,12 +231,12 @@ def _engines(pool: PoolStatus) -> Iterator[str]:
     figures = {
         "{:.0%} of " + f"{engines.slots} slots": engines.slots_used,
         "step {:.1f} ms": engines.step_s and 1e3 * engines.step_s,
-        "cache {:.0%}": engines.kv_usage,
-        "{} preempted": engines.preempted,
-        "{} tokens lost": engines.tokens_lost,
-        "hands on at {} tokens": engines.hand_on_at,
+        "cache {:.0%}": engines.kv_usage or None,
+        "{} preempted": engines.preempted or None,
+        "{} tokens lost": engines.tokens_lost or None,
+        "hands on at {} tokens": engines.hand_on_at or None,
     }
-    return (text.format(figure) for text, figure in figures.items() if figure)
+    return (text.format(figure) for text, figure in figures.items() if figure is not None)
 
 
 def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:
@@ -259,9 +259,8 @@ def _process(process: ProcessStatus, now_s: float) -> Iterator[Text]:
         yield Text(f"{process.restarts} restarts", style="yellow")
     if actor is not None and actor.refused:
         yield Text(f"refused {actor.refused}", style="red")
-    if process.waits_for:
-        long = f", {duration(actor.waits_s)}" if actor is not None and actor.waits_s else ""
-        yield Text(f"{'' if actor else 'waits for '}{process.waits_for}{long}", style="dim")
+    if actor is not None and actor.waits_for:
+        yield Text(actor.waits_for + (f", {duration(actor.waits_s)}" if actor.waits_s else ""), style="dim")
 
 
 def _buffer(status: RunStatus, width: int) -> Iterator[Text]:

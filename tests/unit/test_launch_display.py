@@ -98,8 +98,10 @@ def test_the_last_words_of_a_run_say_which_share_of_its_samples_failed_and_why(c
     accuracy = Accuracy(versions="0.0", greedy=0.5, sampled=0.4, num_problems=64)
     ledger = {"issued": 1000, "failed": sum(reasons.values())}
     display = Display(SimpleNamespace(root=tmp_path, name="x"))
-    display.finish(accuracy, accuracy, {**SUMMARY, "ledger": ledger, "failed_by_reason": reasons})
-    assert [line for line in capsys.readouterr().out.splitlines() if "failed" in line] == [FAILED][: len(reasons)]
+    display.finish(None, accuracy, {**SUMMARY, "ledger": ledger, "failed_by_reason": reasons})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "held-out accuracy over 64 problems: greedy - -> 0.500, sampled - -> 0.400"
+    assert [line for line in lines if "failed" in line] == [FAILED][: len(reasons)]
 
 
 @pytest.mark.parametrize("reasons", [REASONS, {}])

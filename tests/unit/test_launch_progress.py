@@ -145,9 +145,20 @@ def test_a_row_says_how_far_the_weights_have_come(observer):
     assert summary["quarantined_actors"] == ["actor-1"]
 
 
-def test_trained_tokens_per_second_are_those_of_the_newest_step(observer):
-    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0) | {"perf/trained_tokens_per_s": 50.0}]))
-    assert observer.polled().learner.tokens_per_s == 50.0
+@pytest.mark.parametrize("step_s", [2.0, 30.0])
+def test_trained_tokens_per_second_are_those_of_the_newest_step_until_the_learner_stands_still(
+    config, tmp_path, step_s
+):
+    now = [1000.0]
+    plan = SimpleNamespace(config=config, folder=RunFolder(tmp_path), run_id="x")
+    observer = Observer(plan, clock=lambda: now[0])
+    assert observer.polled().learner.tokens_per_s == 0.0
+    times = {"time/step": 0.75 * step_s, "time/wait_for_batch": 0.25 * step_s}
+    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0) | times | {"perf/trained_tokens_per_s": 100 / step_s}]))
+    now[0] += step_s
+    assert observer.polled().learner.tokens_per_s == 100 / step_s
+    now[0] += 99 * step_s
+    assert observer.polled().learner.tokens_per_s == pytest.approx(1 / step_s)
 
 
 def test_a_rate_needs_two_points():

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from buffer.ledger import COUNTS
 from launch.observe.status import RunStatus, read_status, write_status
+from launch.observe.totals import PoolEngines
 from launch.observe.view import MARK, MAX_LAG_ROWS, View, lag_bars
 from launch.run_folder import RunFolder
 from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal, new_attributes
@@ -104,12 +105,13 @@ def test_a_run_of_many_actors_leaves_room_for_everything_else():
     assert any("actor-3 serves version 0.1" in line for line in text)
 
 
-def test_a_pool_says_what_it_lost_and_with_how_many_tokens_it_hands_on():
+def test_a_pool_says_what_it_lost_with_how_many_tokens_it_hands_on_and_that_its_slots_are_empty():
     snapshot = recorded()
-    slow = msgspec.structs.replace(snapshot.pools[0].engines, tokens_lost=70, hand_on_at=420)
+    slow = PoolEngines(slots=64, slots_used=0.0, tokens_lost=70, hand_on_at=420)
     pools = [msgspec.structs.replace(snapshot.pools[0], engines=slow), *snapshot.pools[1:]]
     lines = shown(msgspec.structs.replace(snapshot, pools=pools), 300, 60)
-    assert [("70 tokens lost" in line, "hands on at 420 tokens" in line) for line in lines].count((True, True)) == 1
+    (line,) = [line for line in lines if "tokens lost" in line]
+    assert line.endswith("0% of 64 slots  70 tokens lost  hands on at 420 tokens")
     assert not any("hands on" in line for line in shown(snapshot, 300, 60))
 
 

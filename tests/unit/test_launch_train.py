@@ -42,7 +42,7 @@ def test_no_model_is_fetched_for_a_run_whose_port_is_taken(tmp_path, monkeypatch
         raise ConfigError("no port")
 
     monkeypatch.setattr("launch.train.Exporter", refuses)
-    monkeypatch.setattr("launch.train.fetch_model", lambda model, is_there: fetched.append(model))
+    monkeypatch.setattr("launch.train.fetch_model", fetched.append)
     assert train(plan(tmp_path / "run")) == ExitStatus.WRONG_INPUT
     assert fetched == []
 
