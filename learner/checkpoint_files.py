@@ -11,21 +11,19 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from common.files import replace_durably
 from common.hf_folder import complete_folder, model_identity, shard_name
-from learner.mesh import first_line
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +154,9 @@ def is_of_a_rank(name: str) -> bool:
 def export_checkpoint(checkpoint: Path, model_path: Path, out: Path) -> tuple[TrainingProgress, int]:
     """Write the policy in a checkpoint as a folder for `from_pretrained`; it appears whole or not at all.
 
-    Returns where training stood, and the size of the weights in bytes.
+    Return the checkpoint's progress, and the size of the weights in bytes. `model_path` is the model that training
+    started from: its config and tokenizer are copied. `out` does not exist yet.
 
-    `model_path` is the model that training started from: its config and tokenizer are copied. `out` does not exist yet.
     DamagedCheckpoint if a file of the checkpoint is not what was written, ValueError if it is of another model.
     """
     meta = CheckpointMeta.read(checkpoint)
@@ -194,7 +192,11 @@ def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str
 
 def _policy(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     """Return the policy's own weights by name: neither optimizer nor critic, nor a tied head."""
-    from learner.model import is_value_head  # with Transformers, which the command of a run needs not
+    # imported here: checking a config reads no checkpoint, and these take half as long to import as torch, or longer
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from learner.model import is_value_head
 
     with _reading(checkpoint):
         found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -222,6 +224,9 @@ def _shards(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[dict[str, 
 
 
 def _read(checkpoint: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with _reading(checkpoint), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be
@@ -232,6 +237,10 @@ def _read(checkpoint: Path, entries: Mapping[str, TensorStorageMetadata]) -> dic
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
     """Raise DamagedCheckpoint if a file, whole a moment ago, cannot be read: it was removed, or its disk fails."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from learner.mesh import first_line
+
     try:
         yield
     except (OSError, CheckpointException) as error:

@@ -103,7 +103,7 @@ class LearnerConfig(BaseModel):
         return self.num_minibatches * self.num_epochs
 
     def progress(self, update: int) -> float:
-        """Return the share of the run's updates that come before one, counted from 0; at most 1."""
+        """Return the share of the run's updates before this one, at most 1; both counted as if none were skipped."""
         return min(1.0, update / (self.num_steps * self.updates_per_step))
 
     def check(self, critic: CriticKind | None) -> None:

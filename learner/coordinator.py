@@ -55,7 +55,10 @@ class CoordinatorFailed(RuntimeError):
 
 
 class Channel:
-    """One direction: `send` on the coordinator, `receive` on every other rank, in the same order."""
+    """One direction: `send` on the coordinator, `receive` on every other rank, in the same order.
+
+    It uses the default process group, whose timeout bounds every wait.
+    """
 
     def __init__(self, place: MeshPlace) -> None:
         self._coordinator = place.coordinator

@@ -200,7 +200,7 @@ def update_together(
 ) -> UpdateResult:
     """Step all optimizers, in the same order everywhere, or none, and clear the gradients; all ranks call it.
 
-    `rate` is the policy's. The coordinator scales it by 0 to 1, or NaN to take no step; None on the others.
+    `rate` is the policy's. `lr_scale`, its factor, is from 0 to 1, or NaN to take no step; None but on the coordinator.
     """
     assert (lr_scale is not None) == mesh.place.is_coordinator, "the coordinator alone decides"
     # one reduction carries everything: a NaN of one stage's norm makes the sum NaN on all

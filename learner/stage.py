@@ -149,7 +149,7 @@ class Stage:
         self._reference = build_reference(context, mesh, device)
         # a share that loads slowly is none that is lost: no collective of training may begin before all are there
         self._ranks.say("")
-        logger.info("%s is here", place.name)
+        logger.info("%s has loaded its weights", place.name)
         self._train_step = TrainStep(
             self._networks, self._reference, context.config.algorithm, config, context.facts.seed
         )

@@ -188,6 +188,7 @@ class _List:
             own[0].arrived[0] = num_micro_batches
 
     def run(self) -> Order | None:
+        """Return the order; None if all ranks come to wait for room."""
         ranks: list[list[Action]] = [[] for _ in range(self._num_stages)]
         free = set(range(self._num_stages))
         running: list[tuple[float, int, _Stage, int]] = []

@@ -162,7 +162,7 @@ def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, vari
 
     `known` are the prompts that groups were seen of; `means` of their own part of log tokens; `variances` of these.
     """
-    from sklearn.linear_model import Ridge  # a second, which the launcher need not wait
+    from sklearn.linear_model import Ridge  # takes a second, and the launcher does not fit
 
     if len(known) < FEWEST:
         return None

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("ray", "torch", "transformers", "vllm")
+HEAVY = ("ray", "torch", "torch.distributed.checkpoint", "transformers", "vllm")
 LOOKING = (
     "launch.run_folder",
     "launch.report.data",
@@ -39,4 +39,4 @@ def test_a_config_is_checked_before_ray_is_imported():
 
 
 def test_the_command_of_a_run_leaves_models_and_engines_to_its_roles():
-    assert imported("import launch.train, launch.resume") == ["ray", "torch"]
+    assert imported("import launch.train, launch.resume") == ["ray", "torch", "torch.distributed.checkpoint"]

@@ -1,12 +1,14 @@
 """No process of a run imports `planning` unless a key or a verb asks for it."""
 
+import re
 import subprocess
 import sys
+from pkgutil import resolve_name
 
 import pytest
 
 from launch.cli import LAZY_VERBS, main
-from tests.house import ROOT, graph
+from tests.house import PACKAGES, ROOT, graph, modules
 
 ROLES = {
     "command": "launch.train",
@@ -24,6 +26,14 @@ def printed(code):
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
+
+
+def test_each_object_that_is_loaded_by_its_dotted_name_is_there():
+    dotted = re.compile(rf'"((?:{"|".join(PACKAGES)})\.[\w.]+:\w+)"')
+    names = {name for module in modules().values() for name in dotted.findall(module.path.read_text())}
+    assert len([name for name in names if name.startswith("planning.")]) >= 7
+    for name in names:
+        assert resolve_name(name) is not None, name
 
 
 @pytest.mark.process
