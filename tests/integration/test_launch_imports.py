@@ -40,3 +40,7 @@ def test_a_config_is_checked_before_ray_is_imported():
 
 def test_the_command_of_a_run_leaves_models_and_engines_to_its_roles():
     assert imported("import launch.train, launch.resume") == ["ray", "torch", "torch.distributed.checkpoint"]
+
+
+def test_services_and_what_vllm_loads_into_each_of_its_processes_need_no_torch():
+    assert imported("import buffer.service, weight_sync.service, weight_sync.vllm_engine") == []
