@@ -1,4 +1,4 @@
-"""What an actor reports to the launcher: counts, when it was busy, what it waits for, and how held-out answers are."""
+"""What an actor reports to the launcher: counts, when it was busy, what it waits for, and results of evaluations."""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ def try_imports(
 ) -> None:
     """Load the functions as an actor does, but in a process of their own.
 
-    TaskError as `load_function`; or if the import ends the process, does not end in time, or if this machine cannot cut
-    rewards off from the network.
+    TaskError as `load_function`; or if the import ends the process or does not end in time, or if this machine cannot
+    cut rewards off from the network as asked.
     """
     why = "" if has_network else why_not_cut()
     if why:
