@@ -202,7 +202,11 @@ class RayWatch:
         self.is_dead = False
         """Calls to Ray would never return."""
         self._reaper = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
+            # without packages, for they take memory, and without the modules of the current folder
+            [sys.executable, "-S", "-E", "-P", "-c", _REAPER],
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self._name_family()
 

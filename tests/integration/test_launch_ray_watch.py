@@ -130,6 +130,15 @@ def test_what_a_killed_command_leaves_behind_is_ended_and_after_a_good_end_nothi
         each.kill()
 
 
+def test_the_reaper_has_neither_packages_nor_modules_of_the_current_folder(watching, store, tmp_path, monkeypatch):
+    (tmp_path / "signal.py").write_text("import no_such_module")
+    monkeypatch.chdir(tmp_path)
+    watch = watching(address_of(store), Path("logs"))
+    assert {"-S", "-E"} <= set(watch._reaper.args), "it could import Ray"
+    watch.close()
+    assert watch._reaper.returncode == 0
+
+
 def test_a_reaper_that_was_killed_itself_harms_nothing(watching, store):
     now_s = [0.0]
     watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
