@@ -50,6 +50,8 @@ LIBRARIES = (
 """Imported one by one."""
 LIMIT_S, CUDA_LIMIT_S = 28.0, 120.0
 """Seconds for all checks together; the CUDA builds load gigabytes of libraries."""
+BUSY = 2.0
+"""Runnable processes per core above which a late check may only be slow."""
 SLOW_FSYNC_S = 0.02
 IDLE_BYTES = GIB
 """GPU memory that a driver and a desktop may take."""
@@ -89,7 +91,8 @@ ok, warning, problem = (partial(Finding, "", state) for state in ("ok", "warning
 def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """Run all checks at once, each in a process of its own, and yield their findings in order.
 
-    A check that raises or crashes is a problem, and one that is not done within `limit_s` of all together.
+    A check that raises or crashes is a problem. One that is not done within `limit_s` of all together is a problem too,
+    or a warning if other programs keep the cores busy.
     """
     deadline = time.monotonic() + limit_s
     for name, (pid, answer) in [(name, _fork(check, subject)) for name, check in checks]:
@@ -108,7 +111,7 @@ def examine(checks: Sequence[tuple[str, Check]], subject: Subject, limit_s: floa
             load = os.getloadavg()[0] / usable_cpus()
             late = f"no answer within {limit_s:g} s, at {load:.0f} busy processes per core"
             remedy = "check network file systems and the GPU driver, or try again when fewer programs run"
-            found = [problem(late, remedy)._asdict()]
+            found = [(warning if load > BUSY else problem)(late, remedy)._asdict()]
         os.close(answer)
         yield from (Finding(**{**each, "name": name}) for each in found)
 
