@@ -22,10 +22,15 @@ from learner.decoders import FAMILIES, check_served, unread_keys
 _DOWNLOAD = """
 import sys
 from huggingface_hub import snapshot_download
-try:
-    print(snapshot_download(sys.argv[1], revision=sys.argv[2]))
-except Exception as error:  # of many kinds; each means that there is no model
-    print(f"{type(error).__name__}: {error}")
+name, revision, *sources = sys.argv[1:]
+for source in sources:
+    try:
+        print(snapshot_download(name, revision=revision, local_files_only=source == "cache"))
+        break
+    except Exception as error:  # of many kinds; each means that there is no model
+        said = f"{type(error).__name__}: {error}"
+else:
+    print(said)
     sys.exit(1)
 """
 """In a process of its own: the Hub's client downloads in threads that no signal ends."""
@@ -37,11 +42,14 @@ STARTED_NOTE = (
 )
 
 
-def fetch_model(model: ModelConfig) -> Path:
-    """Return the model's folder, downloaded if it is of the Hub; ConfigError says why not and what to try."""
+def fetch_model(model: ModelConfig, *, was_here: bool = False) -> Path:
+    """Return the model's folder, downloaded if it is of the Hub; ConfigError says why not and what to try.
+
+    Take what is cached if a run of this model was here: without a network the Hub's client retries for half a minute.
+    """
     if model.folder is not None:
         return model.folder
-    command = [sys.executable, "-c", _DOWNLOAD, *model.on_hub]
+    command = [sys.executable, "-c", _DOWNLOAD, *model.on_hub, *["cache"] * was_here, "hub"]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its progress is on stderr
     said = ended.stdout.strip() or f"the download ended with exit status {ended.returncode}"
     if ended.returncode:
@@ -56,7 +64,8 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
     """Check that a model folder is there, that stages can load it, and that it fits the config."""
     if key == MODEL_KEY and not path.exists():
         script = path.with_suffix(".py")  # as those of the examples
-        fix = "give the folder of a Hugging Face checkpoint, or ORGANISATION/NAME of the Hugging Face Hub"
+        fix = "give the folder of a Hugging Face checkpoint; ORGANISATION/NAME of the Hugging Face Hub is looked up if "
+        fix += "no folder ORGANISATION is there"
         fix = f"run `python {script}` once" if script.is_file() else fix
         raise ConfigError(f"{key}: {path}: no such folder; {fix}")
     with as_config_error(f"{key}: ", ModelFolderError):
@@ -172,7 +181,7 @@ def export(
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give another folder, or remove it")
-    model_path = fetch_model(load_config(folder.config).model)
+    model_path = fetch_model(load_config(folder.config).model, was_here=True)
     if not (model_path / CONFIG_NAME).is_file():
         raise ConfigError(
             f"the model that the run started from is not at {model_path} any more, and its config and tokenizer are "

@@ -116,7 +116,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         # before the model is fetched, which may take long
         exporter = stack.enter_context(Exporter(config.tracking))
         # before the folder is made: a typo leaves nothing behind
-        model_path = fetch_model(config.model)
+        model_path = fetch_model(config.model, was_here=earlier is not None)
         if plan.model is None:
             plan = check_fetched(plan, model_path)
             config = plan.config

@@ -42,7 +42,7 @@ def test_no_model_is_fetched_for_a_run_whose_port_is_taken(tmp_path, monkeypatch
         raise ConfigError("no port")
 
     monkeypatch.setattr("launch.train.Exporter", refuses)
-    monkeypatch.setattr("launch.train.fetch_model", fetched.append)
+    monkeypatch.setattr("launch.train.fetch_model", lambda model, was_here: fetched.append(model))
     assert train(plan(tmp_path / "run")) == ExitStatus.WRONG_INPUT
     assert fetched == []
 
