@@ -107,8 +107,8 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What may be so, and was probably not meant."""
-        return [*model_notes(self.config, self.model, self.task)]
+        """Sentences about what is allowed and was probably not meant."""
+        return list(model_notes(self.config, self.model, self.task))
 
     def _teachers(self) -> list[str]:
         counts = map(self.task.teacher_of_prompt.count, range(len(self.config.model.teachers)))
@@ -123,7 +123,7 @@ class Plan:
         updates = _count(config.learner.updates_per_step, "update")
         samples = config.learner.groups_per_step * group_size
         use = "to evaluate" if self.recorded else f"{group_size} samples per prompt"
-        of_hub = " (of the Hub: there is no such folder), not here yet and not checked"
+        of_hub = " (of the Hub, for there is no such folder), not here yet and not checked"
         return "\n".join(
             [
                 f"run        {self.folder.root}",

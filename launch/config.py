@@ -58,8 +58,8 @@ class ModelConfig(_Section):
 
     path: str = Knob(
         ...,
-        "Folder with config.json, safetensors and a tokenizer; if there is no such folder, ORGANISATION/NAME or "
-        "ORGANISATION/NAME@REVISION of the Hugging Face Hub.",
+        "Folder with config.json, safetensors and a tokenizer; or, if no folder ORGANISATION is there, "
+        "ORGANISATION/NAME or ORGANISATION/NAME@REVISION of the Hugging Face Hub.",
         basic=True,
     )
     reference_path: str | None = Knob(None, "Folder of the frozen reference; unset: the model itself as it starts.")
@@ -193,7 +193,7 @@ class TrackingConfig(_Section):
         "offline", "Weights & Biases; offline writes into the run's folder.", basic=True
     )
     prometheus_port: int | None = Knob(
-        None, "Serve all metrics to Prometheus at this port of loopback; unset: do not.", ge=1, le=65535
+        None, "Serve all metrics to Prometheus at this port of loopback; unset: do not.", basic=True, ge=1, le=65535
     )
 
 
@@ -387,7 +387,8 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
                     table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
                 found = _absolute(value, current_folder() if dotted in WRITTEN_KEYS else base)
-                is_of_hub = dotted == MODEL_KEY and HUB_NAME.fullmatch(value) and not os.path.exists(found)
+                # a folder ORGANISATION means that NAME is a folder too, perhaps misspelt
+                is_of_hub = dotted == MODEL_KEY and HUB_NAME.fullmatch(value) and not os.path.exists(Path(found).parent)
                 table[key] = value if is_of_hub else found
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None

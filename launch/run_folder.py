@@ -229,7 +229,7 @@ def choose_root(config: Config, config_path: Path) -> Path:
 
 
 def check_weights_folder(folder: Path) -> None:
-    """Check that a run could publish there, leaving nothing behind; ConfigError if not, or if another run has."""
+    """Check that a run could publish there, leaving nothing behind; ConfigError if not, or if another run did."""
     check_writable(folder, WEIGHTS_KEY)
     if not folder.exists():
         return
@@ -268,7 +268,7 @@ def claimed_weights(folder: Path, run: Path) -> Iterator[None]:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder could be made and written, leaving nothing behind; ConfigError names the key that has it."""
+    """Check that a folder could be made and written, leaving nothing behind; if not, ConfigError names its key."""
     found = folder
     try:
         found = nearest_existing(folder)
@@ -310,14 +310,10 @@ class NoAnswer(RuntimeError):
     """The launcher did not answer."""
 
 
-class Declined(ConfigError):
-    """The launcher refused; nothing was changed."""
-
-
 def ask(folder: Path, question: Mapping[str, Any], timeout_s: float) -> str:
     """Ask a launcher through the folder `control/` of its run, and return its answer, a sentence.
 
-    Declined has its reason; NoAnswer: it did not answer in time, or the folder cannot be written.
+    ConfigError if it refused, with its reason; NoAnswer if it did not answer in time, or the folder cannot be written.
     """
     name = uuid.uuid4().hex
     asked, answered = folder / f"{name}.ask", folder / f"{name}.answer"
@@ -339,7 +335,7 @@ def ask(folder: Path, question: Mapping[str, Any], timeout_s: float) -> str:
         asked.unlink(missing_ok=True)
         answered.unlink(missing_ok=True)
     if not answer["ok"]:
-        raise Declined(str(answer["text"]))
+        raise ConfigError(str(answer["text"]))
     return str(answer["text"])
 
 

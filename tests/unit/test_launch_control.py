@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from launch.run_folder import Control, Declined, NoAnswer, ask
+from launch.errors import ConfigError
+from launch.run_folder import Control, NoAnswer, ask
 
 
 @pytest.fixture
@@ -45,10 +46,10 @@ def test_a_question_is_answered_and_leaves_no_file(answering, tmp_path):
 
 def test_what_cannot_be_done_or_is_not_understood_is_refused_with_a_sentence(answering, tmp_path):
     answering({"scale": scale})
-    with pytest.raises(Declined, match=r"^keep 1$"):
+    with pytest.raises(ConfigError, match=r"^keep 1$"):
         ask(tmp_path / "control", {"verb": "scale", "pool": "big", "count": -1}, 15)
     for question in ({"verb": "melt"}, {"verb": "scale"}, {"verb": "scale", "pool": "a", "count": "two"}):
-        with pytest.raises(Declined, match="invalid question"):
+        with pytest.raises(ConfigError, match="invalid question"):
             ask(tmp_path / "control", question, 15)
 
 

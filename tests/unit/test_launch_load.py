@@ -63,13 +63,15 @@ def test_a_path_stays_as_it_was_written_where_it_leads_through_a_link(minimal, t
 
 
 @pytest.mark.parametrize("name", ["org/model", "org/model@v1.2", "Org-1/model_2.5@refs/pr/1"])
-def test_a_model_path_is_a_name_of_the_hub_if_no_such_folder_exists(minimal, tmp_path, monkeypatch, name):
+def test_a_model_path_is_of_the_hub_if_no_folder_has_the_name_of_the_organisation(minimal, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     found = load_config(minimal, ["--model.path", name]).model
     assert (found.folder, found.path) == (None, name)
     (tmp_path / "resolved.toml").write_text(to_toml(load_config(minimal, ["--model.path", name])))
     assert load_config(tmp_path / "resolved.toml").model == found
-    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name).parent.mkdir(parents=True)
+    assert load_config(minimal, ["--model.path", name]).model.folder == tmp_path / name, "a name that may be misspelt"
+    (tmp_path / name).mkdir()
     assert load_config(minimal, ["--model.path", name]).model.folder == tmp_path / name
 
 

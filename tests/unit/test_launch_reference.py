@@ -72,10 +72,18 @@ def test_the_page_of_ppo_names_every_correction():
     assert sorted(name for name in names if f"| `{name}` |" not in page) == []
 
 
-def test_every_key_is_listed_once_and_as_basic_or_advanced():
+def test_every_key_is_listed_once_and_as_basic_if_it_has_to_be_given():
     rows = [line.split("|") for line in reference.config_reference().splitlines() if line.startswith("| `")]
     keys = [row[1] for row in rows]
     assert sorted(key for key in set(keys) if keys.count(key) > 1) == []
-    levels = [row[3].strip() for row in rows if "[" not in row[1]]
-    assert set(levels) == {"basic", "advanced"}
-    assert len(levels) / 4 < levels.count("basic") < 2 * len(levels) / 3, "about half are basic"
+    levels = [(row[2].strip(), row[3].strip()) for row in rows if "[" not in row[1]]
+    assert {level for _, level in levels} == {"basic", "advanced"}
+    assert {level for default, level in levels if default == "required"} == {"basic"}
+
+
+def test_the_readme_lists_keys_of_the_config_alone():
+    readme, page = (ROOT / "README.md").read_text(), reference.config_reference()
+    table = readme[readme.index("## The knobs that matter") : readme.index("## A run's folder")]
+    named = re.findall(r"`([a-z_]+\.[a-z_]+)`", table)
+    assert len(named) > 20
+    assert sorted(key for key in named if f"| `{key}` |" not in page) == []
