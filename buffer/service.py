@@ -144,7 +144,7 @@ class BufferService:
         self._complain_at = 0.0
         self._senders = Senders()
         self._unreadable: Counter[str] = Counter()
-        """Reason -> messages that no request could be read from; counted with the next transaction: they cost none."""
+        """Reason -> messages that no request could be read from. The next request's transaction counts them."""
         self._stages = Stages()
         self._full_until = 0.0
         """Until then the disk is taken to be full: nothing is written unless a message asks for it."""
@@ -179,10 +179,9 @@ class BufferService:
         if not asked and not (has_news and now >= self._full_until):
             return
         try:
-            outbox, self._parked, blames = self._store.write(lambda tx: self._answer(tx, asked))
+            outbox, self._parked, blames = self._commit(asked)
         except StoreFull as error:
             outbox, self._parked, blames = self._answer_on_full_disk(asked, str(error))
-        self._unreadable.clear()
         for blame in blames:
             self._senders.blame(*blame)
         self._stages.end("commit")
@@ -200,7 +199,7 @@ class BufferService:
             identity, request_id, reply, peer, unreadable = arrival
             if unreadable:
                 self._unreadable[unreadable] += 1
-                self._senders.blame(self._senders.name(identity, peer), f"set aside: {unreadable}")
+                self._senders.blame(self._senders.name(identity, peer), f"failed validation: {unreadable}")
             elif reply is not None and reply.kind != p.RETRY:
                 self._senders.blame(self._senders.name(identity, peer), reply.reason)
             if reply is not None:
@@ -220,12 +219,18 @@ class BufferService:
         if data:
             others = [each for each in asked if not _brings_data(each)]
             try:
-                answers = self._store.write(lambda tx: self._answer(tx, others))
+                answers = self._commit(others)
             except StoreFull:
                 self._store.read(self._core.leases.restart)
             else:
                 return answers._replace(outbox=answers.outbox + _put_off(data, reason))
         return _Answers(_put_off(asked, reason), self._parked, [])
+
+    def _commit(self, asked: Sequence[Asked]) -> _Answers:
+        answers = self._store.write(lambda tx: self._answer(tx, asked))
+        if asked:
+            self._unreadable.clear()
+        return answers
 
     def close(self) -> None:
         if not self._rpc.is_closed:
@@ -266,8 +271,9 @@ class BufferService:
         outbox: list[_Outgoing] = []
         blames: list[Blame] = []
         parked = dict(self._parked)
-        for reason, number in self._unreadable.items():
-            tx.state.ledger.quarantine(reason, number)
+        if asked:  # beside a draw that only waits, each unreadable message would cost a commit
+            for reason, number in self._unreadable.items():
+                tx.state.ledger.quarantine(reason, number)
         for each in asked:
             if isinstance(each, _Pushed):
                 outbox += self._answer_pushes(tx, each, blames)
@@ -305,7 +311,7 @@ class BufferService:
             if isinstance(reply, p.PushReply):
                 reasons = [row.reason for row in reply.others if row.outcome == "quarantined"]
                 if reasons:
-                    blames.append((request.asker.name, f"set aside: {reasons[0]}", len(reasons)))
+                    blames.append((request.asker.name, f"failed validation: {reasons[0]}", len(reasons)))
             elif place not in refusals and isinstance(pushed.opened.opened[place][1], BadBody):
                 blames.append((request.asker.name, reply.reason, 1))
             complete = self._completed(request.message, reply)
@@ -332,12 +338,16 @@ class BufferService:
         if refusal := self._refusal(tx, asked, blames):
             return p.Refused(refusal), b""
         if not isinstance(message, p.DrawRequest):
+            known = dict(tx.state.ledger.quarantined_by_reason)
             try:
                 answer = self._core.handle(tx, message, body)
             except BufferRefused as error:
                 if isinstance(error, NotBelieved):
                     blames.append((asker.name, str(error), 1))
                 return p.Refused(str(error)), b""
+            if tx.state.ledger.quarantined_by_reason != known:  # rows beside others that were stored
+                left_out = Counter(tx.state.ledger.quarantined_by_reason) - Counter(known)
+                blames += [(asker.name, f"failed validation: {why}", number) for why, number in left_out.items()]
             self._senders.heard(identity, asker.name)
             return answer
         if len(parked) >= _MAX_PARKED:

@@ -58,7 +58,7 @@ class Request(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A message that came damaged, is none of ours, or asks what its client may not ask."""
+    """A message that came damaged, is none of ours, or asks what its client may not ask, or not now."""
 
     identity: bytes
     request_id: int
@@ -66,7 +66,7 @@ class Rejected(NamedTuple):
     """None: there is no request to answer."""
     peer: str
     unreadable: str = ""
-    """Why no request was read from it; '' if its client may not ask it."""
+    """Why no request was read from it; '' if one was."""
 
 
 class RpcServer:

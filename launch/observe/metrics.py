@@ -143,7 +143,7 @@ METRICS: dict[str, str] = {
     "buffer/uninformative": "Set aside with their group before any step, because its rewards are all equal; see "
     "buffer.refill_uninformative.",
     "buffer/evicted_unused": "Removed before they were used.",
-    "buffer/quarantined": "Rows and messages that failed validation, set aside with their reason.",
+    "buffer/quarantined": "Rows and messages that failed validation; `status.json` counts them by reason.",
     "buffer/duplicate": "Acknowledged again; outside the ledger.",
     "buffer/late": "Committed by someone else before; outside the ledger.",
     "buffer/ledger_gap": "By how many samples the identities of the ledger are violated: 0, or a bug.",

@@ -11,6 +11,7 @@ import zmq
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
+from buffer.errors import StoreFull
 from buffer.service import BufferService
 from buffer.upkeep import MAX_SENDERS, OTHERS, Senders
 from common.rpc.messages import ROLES, Asker
@@ -225,22 +226,31 @@ def test_who_sends_nonsense_is_named_and_counted_and_does_not_hide_the_others(se
         assert isinstance(actor.ask(p.Drain(), asker=ACTOR), p.Refused)
     row = make_trajectory(run.lease, 0, seq=5, reward=float("nan"))
     actor.ask(p.Push(ACTOR.name, 1), bytes(schema.encode([row], FACTS.run_id)), asker=ACTOR)
+    keep = p.HandOn(ACTOR.name, 1, run.lease.lease_id, run.lease.attempt, run.lease.sample_indices, goes_on=True)
+    rows = [make_trajectory(run.lease, index, seq=0) for index in run.lease.sample_indices[:2]]
+    assert actor.ask(keep, bytes(schema.encode(rows, FACTS.run_id)), asker=ACTOR) == p.Done()
     told = {}
     while len(told) < 2:
         status = run.wire.ask(p.StatusRequest(), asker=LAUNCH)
         told = status.nonsense
     (stranger,) = told.keys() - {ACTOR.name}
     assert stranger.startswith(f"{STRANGER} (process ")
-    assert (told[stranger].count, told[stranger].first) == (1, "set aside: header")
+    assert (told[stranger].count, told[stranger].first) == (1, "failed validation: header")
     first = "Drain is for launch, and 'actor-0' is of role 'actor'"
-    assert (told[ACTOR.name].count, told[ACTOR.name].first) == (4, first)
-    assert status.quarantined_by_reason == {"header": 1, "reward not finite": 1}
+    assert (told[ACTOR.name].count, told[ACTOR.name].first) == (6, first)
+    assert status.quarantined_by_reason == {"header": 1, "reward not finite": 1, "finish_reason": 2}
 
 
-def test_messages_that_cannot_be_read_are_counted_and_cost_no_commit(service, wire, run):
+@pytest.mark.parametrize("draw_waits", [False, True])
+def test_messages_that_cannot_be_read_are_counted_and_cost_no_commit(service, wire, run, draw_waits):
     def num_commits():
         return service._store._env.info()["last_txnid"]
 
+    if draw_waits:
+        assert run.wire.ask(p.DrawRequest(1, 0, 0, 1, 60.0), asker=LEARNER).ready
+        draw = p.encode(1, p.DrawRequest(2, 1, 0, 1, 60.0), run_id=FACTS.run_id, asker=LEARNER)
+        wire()._socket.send_multipart([draw])
+        wait_until(lambda: service._parked, "the draw to wait")
     junk, before = wire(), num_commits()
     for _ in range(50):
         junk._socket.send_multipart([b"junk"])
@@ -250,6 +260,18 @@ def test_messages_that_cannot_be_read_are_counted_and_cost_no_commit(service, wi
     status = run.wire.ask(p.StatusRequest(), asker=LAUNCH)
     assert status.quarantined_by_reason == {"header": 50}
     assert status.ledger["gap"] == 0
+
+
+def test_messages_that_cannot_be_read_are_counted_once_a_full_disk_has_room(service, wire, run, monkeypatch):
+    def full(change):
+        raise StoreFull("no space is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service._store, "write", full)
+        wire()._socket.send_multipart([b"junk"])
+        wait_until(service._senders.told, "the message")
+        assert run.wire.ask(p.StatusRequest(), asker=LAUNCH).kind == p.RETRY
+    assert run.wire.ask(p.StatusRequest(), asker=LAUNCH).quarantined_by_reason == {"header": 1}
 
 
 def test_senders_are_told_apart_up_to_a_number():

@@ -110,13 +110,13 @@ def test_a_learner_that_is_started_again_leaves_admission_open_while_the_run_goe
 
 def test_who_sends_the_buffer_nonsense_is_told_once_however_much_it_sends(run):
     for count in (1, 20_000):
-        run.admission.nonsense = {"actor-1": Nonsense(count, "set aside: header")}
+        run.admission.nonsense = {"actor-1": Nonsense(count, "failed validation: header")}
         run.supervisor.poll()
     run.admission.nonsense["others"] = Nonsense(1, "Drain is for launch")
     run.supervisor.poll()
     said = "the buffer refuses some of what {} sends, at first: {}"
     assert run.events == [
-        ("nonsense", said.format("actor-1", "set aside: header")),
+        ("nonsense", said.format("actor-1", "failed validation: header")),
         ("nonsense", said.format("others", "Drain is for launch")),
     ]
 
