@@ -259,7 +259,7 @@ def read_stream(
         if isinstance(error, BadBody):
             raise
         raise BadBody("body", f"not an Arrow stream of trajectories ({type(error).__name__}: {error})") from error
-    refuse_nulls(batch)
+    _refuse_nulls(batch)
     return batch
 
 
@@ -369,7 +369,7 @@ def _refuse_oversize_lists(batch: pa.RecordBatch) -> None:
             raise BadBody(f"too many {name.replace('_', ' ')}", f"{number} in a message of {batch.num_rows} rows")
 
 
-def refuse_nulls(batch: pa.RecordBatch) -> None:
+def _refuse_nulls(batch: pa.RecordBatch) -> None:
     """Raise BadBody if a column that may not be null is; Arrow's own validation lets such nulls pass."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name not in _NULLABLE and column.null_count:

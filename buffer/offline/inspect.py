@@ -312,7 +312,7 @@ def _state_columns(rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, st
     }
 
 
-# --- verify -----------------------------------------------------------------------------------
+# --- verify -----------------------------------------------------------------------------------------------
 
 
 def verify(tx: Transaction) -> dict[str, Any]:

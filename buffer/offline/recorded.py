@@ -31,7 +31,7 @@ from buffer.errors import StoreError
 from buffer.ingest import PushedRow, faults, rows_of
 from buffer.offline.inspect import Inspection, batches_of, joined
 from buffer.rows import RowBytes, flat_values, list_array
-from buffer.schema import SCHEMA, Trajectory, VersionSpan, refuse_nulls, to_batch
+from buffer.schema import SCHEMA, Trajectory, VersionSpan, to_batch
 from buffer.store import Store, is_served
 from buffer.tables import Group, Incarnation
 from buffer.transaction import Transaction
@@ -373,11 +373,18 @@ def _of_export(path: Path, table: pa.Table) -> RecordedGroups:
             f"{path} lacks the columns {', '.join(missing)} of an export: give what leeway buffer export wrote, or a "
             ".jsonl file of your own samples"
         )
+    nulls = {
+        f"row {place + 1}": f"{field.name} is null"
+        for field in SCHEMA
+        if not field.nullable
+        for place in np.flatnonzero(table[field.name].is_null().to_numpy())
+    }
+    if nulls:
+        raise BadRows(path, table.num_rows, nulls)
     try:
         chosen = table.select(SCHEMA.names).cast(SCHEMA)
         order = np.lexsort((chosen["sample_index"].to_numpy(), chosen["group_id"].to_numpy()))
         batch = pa.concat_batches(chosen.take(order).to_batches()) if len(order) else to_batch([], "")
-        refuse_nulls(batch)
     except (pa.ArrowException, ValueError) as error:
         raise StoreError(
             f"{path} has the names of an export's columns, and not their types, or is larger than 2**31 tokens "

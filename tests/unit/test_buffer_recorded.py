@@ -309,6 +309,16 @@ def test_an_export_whose_rows_were_changed_is_held_to_what_a_run_stores(source, 
             survey(recorded)
 
 
+@pytest.mark.parametrize("column", ["attempt", "token_ids", "spans", "reward_parts"])
+def test_an_export_that_lacks_a_value_is_refused_with_its_row_and_column(source, tmp_path, column):
+    rows = table_of(source, tmp_path / "out.parquet").select(schema.SCHEMA.names).to_pylist()
+    optional = pa.schema([field.with_nullable(True) for field in schema.SCHEMA])
+    changed = [rows[0], {**rows[1], column: None}, *rows[2:]]
+    pq.write_table(pa.Table.from_pylist(changed, schema=optional), tmp_path / "changed.parquet")
+    with pytest.raises(BadRows, match=rf"1 of {len(rows)} samples .* row 2: {column} is null"):
+        Recorded.open(tmp_path / "changed.parquet").__enter__()
+
+
 @pytest.mark.parametrize(
     "name", ["nothing.jsonl", "samples.csv", "folder", "broken.parquet", "rows.parquet", "empty.jsonl"]
 )
