@@ -184,7 +184,7 @@ class BufferClient:
 
         Raises:
             BufferUnavailable: the client is closed.
-            RuntimeError: the last request is not answered: what it is granted could be lost beside another.
+            RuntimeError: the last request is not answered yet; after a loss the service repeats only the newest grant.
         """
         with self._lock:
             if self._asked_for is not None and not self._asked_for.done():

@@ -266,7 +266,7 @@ class VisitsReply(Message, frozen=True):
     """Answer to VisitsRequest; the body is an Arrow IPC stream of `schema.VISITS`."""
 
     num_seen: int
-    """Prompts with a group; the body has at most `lengths.MOST_TOLD` of them."""
+    """Prompts with a group; the body has at most `planning.lengths.MOST_TOLD` of them."""
     is_expecting: bool
     """It has predictions of the others."""
 

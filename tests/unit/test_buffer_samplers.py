@@ -253,6 +253,9 @@ newest_first, twice, broken, nothing = NewestFirst(), Twice(), Broken(), 3
 def spread(group, oldest):
     return 0.0 if group.reward_spread else float("-inf")
 
+def short(group, oldest):
+    return -max(group.completion_lengths)
+
 def of_group_alone(group):
     return 0.0
 
@@ -291,6 +294,12 @@ def test_a_group_to_which_a_user_gives_no_weight_is_drawn_last(make, mine):
     alike, others = generate(buffer, actor, 1, [1.0]), generate(buffer, actor, 2, [0.0, 1.0])
     assert sorted(train(buffer, 1).group_ids + train(buffer, 2).group_ids) == others
     assert train(buffer, 3).group_ids == alike
+
+
+def test_a_users_weight_sees_the_lengths_of_a_group(make, mine):
+    buffer, actor = started(make, BufferConfig(sampler=mine("short")), groups_per_step=1)
+    groups = [generate(buffer, actor, 1, tokens=tokens)[0] for tokens in (900, 8, 300)]
+    assert [train(buffer, step).group_ids[0] for step in (1, 2, 3)] == [groups[1], groups[2], groups[0]]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,27 @@ def test_a_store_of_another_schema_version_is_neither_continued_nor_read(tmp_pat
     assert (status, said.count("\n")) == (1, 1)
 
 
+def test_tables_and_fields_that_an_earlier_version_wrote_are_passed_over(make):
+    buffer = make(groups_per_step=1)
+    buffer.begin()
+    actor = Actor(buffer)
+    actor.work(actor.lease(1)[0])
+    drawn, _ = buffer.draw(1, 0)
+    buffer.close()
+    with lmdb.open(str(buffer.folder), max_dbs=64, map_size=2**26) as env:
+        earlier, draws = env.open_db(b"quarantine"), env.open_db(b"draws", create=False)
+        with env.begin(write=True, buffers=True) as txn:
+            Table("quarantine", txn, earlier, caches=False).put(b"x" * 50_000, 1)
+            row = msgspec.msgpack.decode(Table("draws", txn, draws, caches=False).view(1)) | {"lengths": [7, 7]}
+            Table("records", txn, draws, caches=False).put(msgspec.msgpack.encode(row), 1)
+    store = Store(buffer.folder, None)
+    assert check_store(store)["faults"] == []
+    store.close()
+    buffer._open()
+    assert buffer.draw(1, 0)[0] == drawn
+    assert buffer.faults() == []
+
+
 def test_a_store_whose_service_starts_while_its_pages_are_checked_is_not_called_damaged(tmp_path, monkeypatch):
     Store(tmp_path, facts()).close()
     locks = []
