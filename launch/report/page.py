@@ -178,7 +178,7 @@ def tiles(run: RunData) -> list[Tile]:
     end = f"{run.num_steps:,} steps{took}" + (f"; exit status {run.exit_status}" if run.exit_status is not None else "")
     gap = str(status.ledger_gap) if status.step else DASH
     lag_is_over = isinstance(status.max_lag, int) and status.lag_max > status.max_lag
-    lags = f"versions; greatest {status.lag_max}, max_lag {status.max_lag}"
+    lags = "no step" if status.lag_mean is None else f"versions; greatest {status.lag_max}, max_lag {status.max_lag}"
     failed, issued = (run.counts.ledger.get(name, 0) for name in ("failed", "issued"))
     why = f": {commonest(run.counts.failed_by_reason, 2)}" if run.counts.failed_by_reason else ""
     of_failed = [Tile("health", "Failed samples", share_of(failed, issued), f"{failed:,} of {issued:,}{why}", "bad")]

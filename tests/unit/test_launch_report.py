@@ -157,6 +157,7 @@ def test_a_folder_with_nothing_but_a_config_has_a_page(tmp_path):
     page = render(collect(RunFolder(tmp_path)))
     assert "no step yet" in page
     assert words(page).count("is not there") == 4
+    assert "greatest 0" not in page, "no lag is known"
 
 
 def test_a_page_without_a_config_says_that_it_is_not_known(tmp_path):

@@ -172,8 +172,8 @@ def top(tmp_path, request):
     shutil.copy(RECORDED / "config.toml", folder.config)
     write_status(folder.status, recorded("done"))
 
-    def start(columns: int, rows: int) -> Terminal:
-        command = [sys.executable, "-m", "launch.cli", "top", str(folder.root)]
+    def start(columns: int, rows: int, *before: str) -> Terminal:
+        command = [*before, sys.executable, "-m", "launch.cli", "top", str(folder.root)]
         terminal = Terminal(command, columns, rows)
         request.addfinalizer(terminal.close)
         return terminal
@@ -198,6 +198,13 @@ def test_a_terminal_of_any_size_shows_the_run_and_q_gives_it_back_as_it_was(top,
     assert terminal.attributes() == before
     assert terminal.grid.modes == {ALTERNATE_SCREEN: False, CURSOR: True}
     assert not terminal.grid.overflowed
+
+
+def test_a_terminal_whose_keys_cannot_be_read_gets_one_view(top):
+    terminal = top(80, 24, "sh", "-c", 'exec "$@" < /dev/null', "sh")
+    terminal.wait_for(shows_the_run)
+    assert terminal.end() == 0
+    assert not re.search("Traceback", terminal.written)
 
 
 def test_the_view_follows_the_size_of_the_screen_and_what_the_run_writes(top):
