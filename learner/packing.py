@@ -243,7 +243,7 @@ def order(cost_N: FloatArray, bins: Sequence[int]) -> list[int]:
     """Return the order in which a pipeline runs bins: the cheap ones at both ends, the dearest in the middle.
 
     Stages are idle while the first bins fill the pipeline and the last ones drain it, and 1F1B has a stage do forward
-    and backward of neighbouring bins at one time. GPipe takes sum + (P - 1) max in any order.
+    and backward of neighbouring bins at one time. A forward-only pass (GPipe) takes sum + (P - 1) max in any order.
     """
     rising = sorted(bins, key=lambda n: (cost_N[n], n))
     return rising[0::2] + rising[1::2][::-1]

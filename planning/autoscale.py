@@ -58,7 +58,7 @@ Room = Callable[[str], int]
 
 @dataclass(frozen=True)
 class PoolState:
-    """A pool of actors as it is."""
+    """State of a pool of actors."""
 
     name: str
     count: int
@@ -68,14 +68,14 @@ class PoolState:
     most: int
 
     def rate(self, tokens: float, prompt_tokens: float) -> float:
-        """Samples per second of one of its actors, its slots full of samples of so many tokens on average."""
+        """Return the samples per second of one of its actors with full slots, by the mean tokens of a sample."""
         step_s = self.law.seconds(self.slots, self.slots * (prompt_tokens + tokens / 2))
         return 1.0 / (tokens * step_s / self.slots + self.law.per_prompt_token * prompt_tokens)
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the last step says."""
+    """Figures of the last step."""
 
     tokens: float
     """Of the completions that ended since the step before, mean."""
@@ -90,7 +90,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Advice:
-    """What would make the run faster, or as fast with less."""
+    """A change that would make the run faster, or as fast with fewer actors."""
 
     kind: Literal["grow", "shrink", "bound", "full"]
     """Of the last two: the staleness bound leaves slots empty, and every pool has as many actors as it may."""
@@ -101,13 +101,13 @@ class Advice:
 
 
 class _Trend:
-    """Where a noisy figure is going: double exponential smoothing (R. G. Brown, 1963)."""
+    """Trend of a noisy figure, by double exponential smoothing (R. G. Brown, 1963)."""
 
     def __init__(self) -> None:
         self._once = self._twice = 0.0
 
     def see(self, figure: float, share: float) -> float:
-        """One more, which counts so much; returns what the figure will be `AHEAD` steps from now."""
+        """Add a value with its weight; return the figure predicted for `AHEAD` steps from now."""
         if share >= 1.0:
             self._once = self._twice = figure
             return figure
@@ -128,7 +128,7 @@ class Following:
         self._settling = 0
 
     def look(self, pools: Sequence[PoolState], facts: StepFacts) -> Advice | None:
-        """A step has ended; None where nothing should change."""
+        """Add a step that has ended; return the change to make, None for no change."""
         self._remember(facts)
         if any(pool.count != pool.wanted for pool in pools):
             self._settling = SETTLES
@@ -187,7 +187,7 @@ class Following:
         return self._changed("grow", pool, count, f"{actors} in pool '{pool.name}' would raise the rate by {gain:.0%}")
 
     def _with_one_less(self, pools: Sequence[PoolState], prompt_tokens: float) -> tuple[float, PoolState] | None:
-        """T_gen without one actor of the slowest pool that has two, and which pool that is."""
+        """Return T_gen without one actor of the slowest pool that has two, and that pool."""
         of_two = [pool for pool in pools if pool.count > 1]
         if not of_two:
             return None
@@ -218,9 +218,9 @@ class Autoscale:
         """At which look what was advised last: kind, pool, count."""
 
     def look(self, row: Row, pools: Sequence[PoolStatus], room: Room) -> Advice | None:
-        """A step has ended; None where nothing is to be said or done.
+        """Add a step that has ended; return the change to report or make, None for no change.
 
-        Of `pools`, `wanted` counts the actors that are neither lost nor leaving: nobody waits for the others.
+        `wanted` of `pools` counts the actors that are neither lost nor shutting down.
         """
         before, self._before = self._before, row
         if before is None or row["skipped"]:
@@ -246,7 +246,7 @@ class Autoscale:
         return advice
 
     def _state(self, pool: PoolStatus, room: Room) -> PoolState | None:
-        """None until its engines have measured what a step costs."""
+        """Return the state of a pool; None until its engines have measured the cost of a step."""
         engines = pool.engines
         fit = Moments.from_list(engines.moments).fit() if engines.moments else None
         if fit is None or not pool.working:
@@ -257,7 +257,7 @@ class Autoscale:
 
 
 def _facts(row: Row, pools: Sequence[PoolStatus], before: Row) -> StepFacts | None:
-    """None where nothing was generated or used up lately."""
+    """Return the figures of a step; None if nothing was generated or used up lately."""
     slots = sum(pool.engines.slots for pool in pools)
     used = sum((pool.engines.slots_used or 0.0) * pool.engines.slots for pool in pools)
     lengths = [(each, pool.tokens_per_s) for pool in pools if (each := pool.engines.tokens_per_sample) is not None]

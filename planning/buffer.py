@@ -26,7 +26,7 @@ _UNREWARDED = Group.new(0, 0, 2)
 
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
-    """From its lease on."""
+    """A group, from its lease on."""
 
     id: int
     prompt: int
@@ -63,12 +63,12 @@ class SimulatedBuffer:
 
     @property
     def num_outstanding(self) -> int:
-        """Groups that count for admission, without those of the step in progress."""
+        """Number of groups that count for admission, without those of the step in progress."""
         return len(self._open) + (0 if self._runs_free else self._index.num_unused)
 
     @property
     def is_full(self) -> bool:
-        """By `buffer.replay_steps`, which leaves out the groups of the step in progress."""
+        """Whether `buffer.replay_steps` is reached; groups of the step in progress do not count."""
         groups_per_step = self._world.contract.groups_per_step
         return len(self._open) + len(self._ready) >= self._world.buffer.most_alive(groups_per_step)
 
@@ -76,7 +76,7 @@ class SimulatedBuffer:
         self._open[group.id] = group
 
     def complete(self, group: SimulatedGroup) -> None:
-        """All of its samples are there; others make room for them."""
+        """Store a group whose samples have all ended, and evict others if there is no room."""
         self._ready[group.id] = self._open.pop(group.id)
         self._place(group)
         self._num_stored += len(group.lengths)
@@ -88,11 +88,11 @@ class SimulatedBuffer:
                 self._leave(first.group_id)
 
     def drop_stale(self, version: int) -> list[SimulatedGroup]:
-        """Those that no step at this version or later may use leave."""
+        """Remove and return the groups that no step at this version or later may use."""
         return [self._leave(group_id) for group_id in list(self._world.contract.evict(self._index.ready, version))]
 
     def draw(self, version: int) -> list[SimulatedGroup]:
-        """Those that the next step may take; none where it has to wait."""
+        """Return the groups that the next step takes; none if it has to wait."""
         contract = self._world.contract
         num = contract.groups_per_step
         if len(self._index.ready) < num:
@@ -111,7 +111,7 @@ class SimulatedBuffer:
             self._index.put(group.id, None)
 
     def finish(self) -> None:
-        """The step is over: what has uses left may be drawn again."""
+        """End the step: groups with uses left may be drawn again."""
         for group in self._drawn:
             if group.uses < self._index.max_uses:
                 self._ready[group.id] = group
@@ -157,7 +157,7 @@ class SimulatedPrompts:
     """The prompts of a simulated run."""
 
     def __init__(self, world: World, stream: PromptStream, seed: int, clock: Callable[[], float]) -> None:
-        """In the order of a stream or by chance, and nothing is known of their lengths, nor ever of their rewards."""
+        """Take prompts in the order of a stream or by chance; lengths are learned, and rewards not simulated."""
         self._world, self._stream = world, stream
         self._law = None if world.buffer.prompt_law == "epoch" else ByChance(world.num_prompts, seed)
         self._policy = POLICIES[world.buffer.dispatch]()
@@ -175,7 +175,7 @@ class SimulatedPrompts:
         self.pace = Pace(clock)
 
     def next(self, pool: EnginePool, version: int) -> tuple[int, list[float]]:
-        """The prompt that an engine of a pool gets, and the tokens of its samples."""
+        """Return the prompt that an engine of a pool gets, and the tokens of its samples."""
         speeds = self._speeds(pool)
         prompt = self._came_back(speeds, version) if self._returned else None
         if prompt is None:
@@ -186,7 +186,7 @@ class SimulatedPrompts:
         self._handed_on.append(group)
 
     def take_up(self, pool: EnginePool) -> SimulatedGroup | None:
-        """A group that an engine of a pool goes on with."""
+        """Return a requeued group that an engine of a pool continues; None if there is none for it."""
         if not self._handed_on:
             return None
         speeds = self._speeds(pool)
@@ -203,7 +203,7 @@ class SimulatedPrompts:
         return self._policy.hands_on_at(self._speeds(pool))
 
     def give_back(self, prompt: int) -> None:
-        """Its group was dropped: it is leased again before new ones."""
+        """Requeue the prompt of a dropped group: it is leased before new ones."""
         self._returned.append(prompt)
 
     def usual_tokens(self, prompt: int, version: int) -> float:

@@ -74,7 +74,7 @@ class Fit:
 
 
 class Moments:
-    """What least squares need to know of many measurements: sums that are stored, added and fitted.
+    """Sums over many measurements, from which a law is fitted by least squares; they can be stored and added.
 
     Stored are the sum of squares, the number and the sum of what was measured, its products with the terms of the law,
     and the products of the terms with each other.
@@ -119,7 +119,7 @@ class Moments:
         return Moments.from_list([one + two for one, two in zip(self.as_list(), other.as_list(), strict=True)])
 
     def fit(self) -> Fit | None:
-        """The law with the least squared error among those without a negative coefficient; None before two.
+        """Return the law with the least squared error and no negative coefficient; None before two measurements.
 
         There are few terms, so each subset of them is solved, and the best admissible one is the optimum (Lawson and
         Hanson, Solving Least Squares Problems, 1974, chapter 23: it is the unconstrained one over its own support).
@@ -139,7 +139,7 @@ class Moments:
         return Fit(tuple(map(float, best[1])), self.num_measured, error)
 
     def _solve(self, support: list[int]) -> tuple[float, FloatArray] | None:
-        """Squared error and coefficients with these terms alone; None where they are not told apart, or one is < 0."""
+        """Return squared error and coefficients with these terms alone; None if they are collinear, or one is < 0."""
         products = self._products[np.ix_(support, support)]
         scale = np.sqrt(np.diag(products))
         if not scale.all():
@@ -165,7 +165,7 @@ SHAPE_KEYS = ("num_stages", "num_replicas", "num_chunks", "schedule", "token_bud
 
 @dataclass(frozen=True)
 class LearnerShape:
-    """What of a learner decides how long its step takes."""
+    """The part of a learner's config that decides how long a step takes."""
 
     num_stages: int = 1
     num_replicas: int = 1
@@ -174,9 +174,9 @@ class LearnerShape:
     token_budget: int = 1024
     unit: str = "sequence"
     num_minibatches: int = 1
-    """Of a step; each is packed and runs through the pipeline by itself."""
+    """Per step; each is packed and runs through the pipeline by itself."""
     saves_pass: bool = False
-    """Does an update take a forward pass less where every unit lies whole in a micro-batch? Not if the draw has one."""
+    """An update saves a forward pass if every unit lies whole in a micro-batch; False if the whole draw takes one."""
 
     def rule(self, cost: CostModel) -> PackingRule:
         least, multiple = micro_batches_asked(self.schedule, self.num_stages)
@@ -197,7 +197,7 @@ class LearnerShape:
 
 
 def bubble_in_micro_batches(schedule: str, num_stages: int, num_chunks: int) -> float:
-    """What a stage idles in a step, in the time of one micro-batch on it, where forward is a third of that.
+    """Return the idle time of a stage in a step, in times of one micro-batch on it, of which forward is a third.
 
     GPipe and 1F1B: P - 1 (arXiv 1811.06965). Interleaved: over V (2104.04473, section 2.2). Zero bubble: over 3 V, for
     what is left is F + B - W of each of P - 1 (2401.10241, table 1).
@@ -210,16 +210,16 @@ class LearnerTime:
     """Seconds of a step, by the terms of `terms`; none is negative."""
 
     step: float
-    """What does not depend on its samples: the update, the draw, the loss."""
+    """Seconds that do not depend on the samples: the update, the draw, the loss."""
     micro_batch: float = 0.0
-    """Of each on each stage, besides its tokens."""
+    """Seconds of each micro-batch on each stage, besides its tokens."""
     token: float = 0.0
-    """Forward and backward, and whatever else the algorithm asks for, of a token through all stages."""
+    """Seconds of a token through all stages: forward, backward, and the other passes of the algorithm."""
     token_squared: float = 0.0
-    """The same of a squared token of a sequence: attention."""
+    """Seconds of a squared token of a sequence through all stages: attention."""
 
     def seconds(self, lengths: Sequence[int], prompt_tokens: int, group_size: int, shape: LearnerShape) -> float:
-        """Of a step on samples of so many tokens each, prompt and completion, those of a group beside each other."""
+        """Return the seconds of a step; `lengths`: tokens of each sample, prompt and completion, group by group."""
         length_B = np.asarray(lengths, np.int64)
         part_B = np.arange(len(length_B)) // group_size % shape.num_minibatches
         parts = [length_B[part_B == part] for part in range(part_B.max() + 1)]
@@ -246,7 +246,7 @@ class LearnerTime:
     def _micro_batches(
         self, length_B: IntArray, prompt_tokens: int, group_size: int, shape: LearnerShape
     ) -> tuple[FloatArray, str]:
-        """The cost of each, and what lies in one whole."""
+        """Return the cost of each, and the unit that lies whole in one."""
         group_B = np.arange(len(length_B)) // group_size
         prompt_B, rule = np.full(len(length_B), prompt_tokens), shape.rule(CostModel(self.token, self.token_squared))
         return cost_of_micro_batches(length_B, prompt_B, group_B, rule, group_B)

@@ -28,7 +28,7 @@ _ALIKE = 1.1
 
 
 class Speeds(NamedTuple):
-    """How fast the actor is that asks, and how fast the others are."""
+    """Speeds of the actor that asks and of the others."""
 
     token_s: float
     """Seconds for a token of each of its samples; 0: not known."""
@@ -39,14 +39,14 @@ class Speeds(NamedTuple):
 
 
 class InOrder:
-    """Gives the first; what it says holds of every policy that does not say otherwise."""
+    """Gives the first; its methods are the defaults of the other policies."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
         """Return whether the choice depends on lengths with `num_lanes` lanes."""
         return False
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """Would it take the first of any window? Then none is opened."""
+        """Return whether it takes the first of any window, so that none is opened."""
         return True
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
@@ -54,7 +54,7 @@ class InOrder:
         return True
 
     def choose(self, window: Iterable[Waiting], speeds: Speeds) -> Waiting:
-        """What the actor gets of a window, which is not empty."""
+        """Return the prompt of a non-empty window that the actor gets."""
         return next(iter(window))
 
     def hands_on_at(self, speeds: Speeds) -> float:
@@ -82,15 +82,15 @@ class ByDeadline(InOrder):
         return num_lanes > 1
 
     def is_in_order(self, speeds: Speeds) -> bool:
-        """Where there is one speed, or no deadline."""
+        """Return whether there is one speed, or no deadline."""
         return speeds.token_s <= 0.0 or speeds.budget_s == inf or max(speeds.lanes) <= _ALIKE * min(speeds.lanes)
 
     def takes(self, longest: float, speeds: Speeds) -> bool:
-        """One that came back because it was late must not be late again."""
+        """Return whether this lane makes it in time: a prompt that returned late must not be late again."""
         return self.is_in_order(speeds) or longest <= self._in_time(speeds)
 
     def choose(self, window: Iterable[Waiting], speeds: Speeds) -> Waiting:
-        """The longest that slower lanes would be late with, else the first that this one makes in time.
+        """Return the longest that slower lanes would be late with, else the first that this one makes in time.
 
         A lane that would be late with all takes the shortest, for no engine idles. All but what is late goes in order,
         so that the steps of a window are as mixed as the data: were each lane to take the longest that it makes in
@@ -108,11 +108,11 @@ class ByDeadline(InOrder):
         return longest if is_late else made_in_time[0]
 
     def hands_on_at(self, speeds: Speeds) -> float:
-        """A sample that reaches this length is likely to take as long again, and would be late here."""
+        """Return the length from which a sample, which is likely to take as long again, would be late here."""
         return inf if self.is_in_order(speeds) else HAND_ON_SHARE * self._in_time(speeds)
 
     def _in_time(self, speeds: Speeds) -> float:
-        """Tokens that this lane makes in time; the fastest takes what no lane does."""
+        """Return the tokens that this lane makes in time; infinite for the fastest, which takes what none makes."""
         return inf if speeds.token_s <= _ALIKE * min(speeds.lanes) else speeds.budget_s / speeds.token_s
 
 

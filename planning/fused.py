@@ -44,12 +44,12 @@ _MOST_TRIES = 300
 _SEARCHED = 20_000
 """Micro-batches of stages in all tries together: less than a second, for the step waits meanwhile, on every rank."""
 _NEAR = 1.01
-"""An order that takes so much of the lower bound is short enough."""
+"""Makespan over its lower bound at which the search ends."""
 _SEED = 0
 
 
 class Work(NamedTuple):
-    """What one micro-batch takes in one stage of a network, in any unit of time."""
+    """Time of one micro-batch in one stage of a network, in any unit."""
 
     forward: float
     backward: float
@@ -66,7 +66,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank does, one after the other."""
+    """The actions of every rank, in their order."""
 
     ranks: tuple[tuple[Action, ...], ...]
     makespan: float
@@ -77,7 +77,7 @@ class Order:
 
 @lru_cache(256)
 def find_order(num_stages: int, num_micro_batches: int, work: tuple[Work, Work], most_held: int) -> Order:
-    """The shortest order that was found; of those as short the first that holds least.
+    """Return the shortest order that was found; of equal ones the first that holds least.
 
     `most_held`, 2 or more, bounds Order.most_held. Forward only there is nothing to hold.
     """
@@ -90,7 +90,7 @@ def find_order(num_stages: int, num_micro_batches: int, work: tuple[Work, Work],
         # the first try holds what 1F1B holds of each network
         more = rng.randint(0, num_stages) if number else 0
         limits = [[num_stages - stage + rng.randint(0, more) for stage in range(num_stages)] for _ in work]
-        if number % 2:  # and no rank can fill up with one network, which would stop all where the other has to go on
+        if number % 2:  # so that no rank fills up with one network and stops the other
             _divide(limits, most_held, rng)
         taste = _Taste.drawn(rng) if number else _Taste()
         found = _List(num_stages, num_micro_batches, work, most_held, limits, taste).run()
@@ -115,7 +115,7 @@ def _divide(limits: list[list[int]], most_held: int, rng: random.Random) -> None
 
 
 def shortest_possible(num_stages: int, num_micro_batches: int, work: tuple[Work, Work]) -> float:
-    """A lower bound: of one network alone, and of each rank's work with what it waits for before and after it."""
+    """Return a lower bound, from each network alone, and from each rank's work and its waits before and after."""
     alone = max((num_micro_batches + num_stages - 1) * (each.forward + each.backward) for each in work)
     busy = num_micro_batches * sum(each.forward + each.backward for each in work)
     bounds = [alone]
@@ -132,7 +132,7 @@ def shortest_possible(num_stages: int, num_micro_batches: int, work: tuple[Work,
 
 @dataclass(frozen=True)
 class _Taste:
-    """What a list schedule prefers where a rank may choose."""
+    """Preferences of a list schedule, for ranks that have a choice."""
 
     backward_first: float = 100.0
     """Added to the urgency of what is backward."""
@@ -145,7 +145,7 @@ class _Taste:
 
 
 class _Stage:
-    """How far one stage of one network is. Counts are of micro-batches, forward and backward."""
+    """Progress of one stage of one network; counts of micro-batches are [forward, backward]."""
 
     def __init__(self, network: int, stage: int, limit: int) -> None:
         self.network = network
@@ -223,7 +223,7 @@ class _List:
         return sum(one.held for one in self._of_rank(rank))
 
     def _choice(self, rank: int) -> tuple[_Stage, int] | None:
-        """What a rank that is free begins."""
+        """Return the stage and the direction that a free rank begins with; None if it has to wait."""
         found: list[tuple[float, _Stage, int]] = []
         has_room = self._held(rank) < self._most_held
         for one in self._of_rank(rank):
@@ -234,7 +234,7 @@ class _List:
         return max(found, key=lambda each: each[0])[1:] if found else None
 
     def _urgency(self, one: _Stage, backward: int) -> float:
-        """How long it is at least from its beginning to the end of the pass."""
+        """Return the least time from the beginning of an action to the end of the pass."""
         forward_s, backward_s = self._work[one.network]
         later = (self._num_micro_batches - 1 - one.begun[backward]) * (forward_s + backward_s)
         noise = self._taste.noise * self._rng.random()
@@ -290,7 +290,7 @@ class FusedPasses:
                 self._connect(groups, device, upwards=network == goes_back)
 
     def _connect(self, groups: _Groups, device: torch.device | None, *, upwards: bool) -> None:
-        """A message through each group, in an order in which no two ranks wait for each other in a circle."""
+        """Send a message through each group, in an order in which ranks do not wait for each other in a circle."""
         rank, nothing = self._mesh.place.rank, torch.zeros(1, device=device)
         for first, group in groups.items():
             if rank in (first, first + 1):
@@ -299,7 +299,7 @@ class FusedPasses:
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]:
-        """What each network says, [M, L], where this rank has its last stage; else None."""
+        """Return the outputs of each network, [M, L], if this rank has its last stage, else None."""
         return self._run(batch, None)
 
     def train(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None]) -> list[Tensor | None]:

@@ -47,7 +47,7 @@ _KEPT = 0.99
 
 @dataclass(slots=True)
 class _Siblings:
-    """What is known of the completions of a group while some of its samples run."""
+    """Completions of a group while some of its samples run."""
 
     num_running: int = 0
     num_ended: int = 0
@@ -57,10 +57,10 @@ class _Siblings:
 
 
 class LengthHistory:
-    """How long the last completions of an engine were beside what was foretold, and how alike those of a prompt are."""
+    """Lengths of the last completions of an engine relative to predictions, and their correlation within a prompt."""
 
     def __init__(self, longest: int) -> None:
-        """Nothing was seen: they may all be as long as can be."""
+        """Start without completions: all may have the maximum length."""
         self._longest = longest
         self._recent = deque([inf] * _ASSUMED, REMEMBERED)
         self._sorted: Floats | None = None
@@ -71,11 +71,11 @@ class LengthHistory:
 
     @property
     def usual_tokens(self) -> float:
-        """Of a completion of which nothing is foretold."""
+        """Return the tokens of a completion without a prediction."""
         return exp(self._log_tokens) if self._num_seen else float(self._longest)
 
     def see(self, num_tokens: int, usual_tokens: float, is_cut: bool, siblings: _Siblings) -> None:
-        """A completion has ended; of those that were cut it is known only that they are longer."""
+        """Add a completion that has ended; one that was cut is known only to be longer."""
         self._num_seen += 1
         weight = 1.0 / min(self._num_seen, REMEMBERED)
         tokens = max(1, num_tokens)
@@ -90,7 +90,7 @@ class LengthHistory:
         siblings.squares += shown * shown
 
     def compare(self, siblings: _Siblings) -> None:
-        """All of a group that ran have ended."""
+        """Update the correlation by a group of which no sample runs any more."""
         if siblings.num_ended > 1:
             pairs = (siblings.total**2 - siblings.squares) / (siblings.num_ended - 1)
             self._product = _KEPT * self._product + pairs
@@ -98,7 +98,7 @@ class LengthHistory:
 
     @property
     def alike(self) -> float:
-        """Correlation of the log lengths of two samples of a prompt, 0 to 1, beside what was foretold."""
+        """Correlation of the log lengths of two samples of a prompt, 0 to 1, relative to predictions."""
         return min(1.0, max(0.0, self._product / self._square))
 
     def goes_on(self, made: Floats, at: Floats, usual_tokens: Floats) -> Floats:
@@ -115,10 +115,10 @@ class LengthHistory:
 
 
 class KvGate(Generic[K]):
-    """Of one engine. Samples are known by keys; `now` are the tokens that one has made which ran from the beginning."""
+    """Admits samples to one engine, by keys; `now` counts the tokens of a sample that ran from the beginning."""
 
     def __init__(self, config: ActorsConfig, cache: KvCache | None) -> None:
-        """Nothing runs. Without a cache, or with one that is never full, slots alone decide."""
+        """Start without samples. Without a cache, or with one that is never full, slots alone decide."""
         self._slots, self._group_size = config.max_running_samples, config.group_size
         self._running: dict[K, tuple[KvSample, float]] = {}
         """With `now` as they began."""
@@ -143,7 +143,7 @@ class KvGate(Generic[K]):
         return self._cache is not None
 
     def has_room(self, sample: KvSample, now: float) -> bool:
-        """May it start? Where none runs, one may: the engine holds the longest."""
+        """Return whether a sample may start. One always may if none runs: the engine holds the longest."""
         if len(self._running) >= self._slots:
             return False
         if self._cache is None or not self._running:
@@ -153,7 +153,7 @@ class KvGate(Generic[K]):
         return self._ahead([*self._running.values(), (sample, now)], now).fits(self._cache)
 
     def slots(self, now: float) -> int:
-        """How many samples it runs at once as things are: those that run, and as many new ones as there is room for."""
+        """Return the number of samples that run, and of new ones that there is room for."""
         if self._cache is None:
             return self._slots
         running, prompt = len(self._running), round(self._prompt_tokens)
@@ -170,7 +170,7 @@ class KvGate(Generic[K]):
         return low
 
     def start(self, key: K, sample: KvSample, now: float) -> None:
-        """It runs; called again, it runs from now on only, and as is said now."""
+        """Count a sample as running; a second call replaces the first, from now on."""
         before = self._running.get(key)
         self._running[key] = sample, now
         if self._cache is None:
@@ -183,7 +183,7 @@ class KvGate(Generic[K]):
         self._prompt_tokens += (sample.prompt_tokens - self._prompt_tokens) / 16
 
     def end(self, key: K, num_tokens: int | None, *, is_cut: bool = False) -> None:
-        """It runs no longer; of how many tokens its completion is, or None where that says nothing of lengths."""
+        """Remove a sample, with the tokens of its completion, or None if these do not count for lengths."""
         sample, _ = self._running.pop(key)
         if self._cache is None:
             return
@@ -203,7 +203,7 @@ class KvGate(Generic[K]):
         return ceil((sample.prompt_tokens + sample.limit + 1) / self._cache.block_tokens)
 
     def _fresh(self, times_T: Floats, prompt_tokens: int) -> tuple[Floats, Floats]:
-        """Blocks of a sample of a new group, mean and variance, with its share of what siblings have in common."""
+        """Return mean and variance of the blocks of a sample of a new group, with its share of the common prompt."""
         assert self._cache is not None, "without one nothing is looked ahead"
         size, (_, block, shares) = self._group_size, self._cache
         blocks_T = np.ceil((prompt_tokens + times_T + 1) / block)
@@ -214,7 +214,7 @@ class KvGate(Generic[K]):
         return stays_T * blocks_T, (1.0 + (size - 1) * self.history.alike) * variance_T
 
     def _ahead(self, samples: Sequence[tuple[KvSample, float]], now: float, longest: float = 0.0) -> _Ahead:
-        """What these samples hold from now on, until the last has ended and for `longest` tokens at least."""
+        """Return the blocks that these samples hold from now on, until the last ends, at least `longest` tokens."""
         assert self._cache is not None, "without one nothing is looked ahead"
         _, block, shares = self._cache
         if not samples:
@@ -255,7 +255,7 @@ class _Ahead(NamedTuple):
 
 
 def _times(longest: float) -> Floats:
-    """At which is looked ahead, to the last token: closer at first, while what runs grows and little has ended."""
+    """Return the times to look ahead to, up to the last token: closer at first, while little has ended."""
     return np.unique(np.rint(max(0.0, longest - 1.0) * np.linspace(0.0, 1.0, _NUM_TIMES) ** 2))
 
 
@@ -272,7 +272,7 @@ class CacheAdmission:
         return self._gate.needs_lengths
 
     def at_once(self) -> int:
-        """As `KvGate.slots`; where samples wait there is room for no others."""
+        """As `KvGate.slots`; if samples wait, there is no room for others."""
         is_full = self._gate.needs_lengths and self._waiting
         return max(1, len(self._gate)) if is_full else self._gate.slots(self._now())
 
@@ -293,11 +293,11 @@ class CacheAdmission:
             raise
 
     def begin(self, key: Hashable, sample: KvSample) -> None:
-        """It begins only now, for it had to wait for something else."""
+        """Restart the clock of an admitted sample that had to wait for something else."""
         self._gate.start(key, sample, self._now())
 
     def end(self, key: Hashable, num_tokens: int | None = None, *, is_cut: bool = False) -> None:
-        """As `KvGate.end`; then the next that wait are admitted."""
+        """As `KvGate.end`; then admit the next that wait."""
         self._gate.end(key, num_tokens, is_cut=is_cut)
         self._next()
 

@@ -43,7 +43,7 @@ LEVEL_MEMORY, SHAPE_MEMORY = 256, 2048
 """Groups after which what they say of the level, and of spreads, has faded by e."""
 MOST_TOLD = 50_000
 _TURNS = 4
-"""Of guessing what was cut from what the prompt has of its own, and that from what was cut."""
+"""Iterations in which the lengths of cut samples and the prompt's own part are estimated from each other."""
 _NEVER = -1
 _REACH = 5.0
 """Standard deviations above the mean at which the expected excess is no more than a fifth of one."""
@@ -74,16 +74,16 @@ class LengthLaw:
         return cls(tuple(np.quantile(seen, at).tolist()), explained)
 
     def lengths(self, prompt_score: float | Floats, sample_scores: Sequence[float] | Floats) -> Floats:
-        """Whole tokens of the samples of a prompt, from standard normal scores of the prompt and of each sample."""
+        """Return whole tokens of the samples of a prompt, from standard normal scores of the prompt and the samples."""
         own = sqrt(1.0 - self.explained)
         return self.at(sqrt(self.explained) * prompt_score + own * np.asarray(sample_scores))
 
     def at(self, scores: Floats) -> Floats:
-        """Whole tokens of samples, from the standard normal scores of their lengths."""
+        """Return whole tokens of samples, from the standard normal scores of their lengths."""
         return np.maximum(1.0, np.rint(np.interp(scores, self._scores, self.quantiles)))
 
     def share_below(self, prompt_scores: Floats, scores: Floats) -> Floats:
-        """Of the samples of a prompt those whose length has at most such a score."""
+        """Return the share of the samples of each prompt whose length has at most this score."""
         own = max(1e-9, sqrt(1.0 - self.explained))
         return np.vectorize(_NORMAL.cdf)((scores - sqrt(self.explained) * prompt_scores) / own)
 
@@ -130,7 +130,7 @@ class PromptStream:
         return self._ahead.pop()
 
     def lengths(self, prompt: int) -> list[float]:
-        """Tokens of each sample of the group of a prompt that is leased now."""
+        """Return the tokens of each sample of the group of a prompt that is leased now."""
         if prompt not in self._known:
             self._draw([prompt])
         known = self._known.pop(prompt)
@@ -175,7 +175,7 @@ def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> fl
 
 
 class LengthModel:
-    """Of the prompts of a store, by their ids from 0."""
+    """Predicts lengths for the prompts of a store, by their ids from 0."""
 
     def __init__(self, num_prompts: int, shape: Shape | None = None) -> None:
         self.shape = Shape() if shape is None else shape
@@ -186,7 +186,7 @@ class LengthModel:
         self._expected_variance = 0.0
 
     def expect(self, first: int, means: npt.NDArray[np.float32], variance: float) -> None:
-        """What prompts from `first` on are like before their first visit, by what they are themselves."""
+        """Set the prior means of prompts from `first` on, predicted from their tokens, and the variance around them."""
         if self._expected is None:
             self._expected = np.zeros(len(self._means), np.float32)
         self._expected[first : first + len(means)] = means
@@ -199,7 +199,7 @@ class LengthModel:
 
     @property
     def spread(self) -> float:
-        """Variance of what prompts have of their own."""
+        """Variance of the prompts' own parts."""
         return max(1e-6, self.shape.spread_sum / self.shape.spread_weight)
 
     @property
@@ -220,14 +220,14 @@ class LengthModel:
         return int(np.count_nonzero(self._versions != _NEVER))
 
     def recent(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """The prompts that were visited last, with mean and variance of what they have of their own."""
+        """Return the prompts that were visited last, with mean and variance of their own part."""
         seen = np.flatnonzero(self._versions != _NEVER)
         if len(seen) > MOST_TOLD:
             seen = np.sort(seen[np.argpartition(self._versions[seen], -MOST_TOLD)[-MOST_TOLD:]])
         return seen, self._means[seen], self._variances[seen]
 
     def put(self, prompt: int, visit: Visit | None) -> None:
-        """What is known of a prompt; None: nothing."""
+        """Set the posterior of a prompt; None if it has not been visited."""
         known = Visit(0.0, 0.0, _NEVER) if visit is None else visit
         self._means[prompt], self._variances[prompt], self._versions[prompt] = known.mean, known.variance, known.version
 
@@ -273,7 +273,7 @@ class LengthModel:
         return shape.level + own, left**2 * self._variances[prompts] + (1.0 - left**2) * self._unknown
 
     def usual(self, prompt: int, version: int) -> float:
-        """Tokens of a sample of one prompt at a version, by the mean of logarithms; 0 before any group was seen."""
+        """Return the tokens of a sample of a prompt at a version, by the mean of logarithms; 0 before any group."""
         if not self.shape.num_groups:
             return 0.0
         return exp(self.shape.level + self._own_at(prompt, version)[0])
@@ -281,7 +281,7 @@ class LengthModel:
     def longest_of(
         self, prompts: npt.NDArray[np.int64], group_size: int | npt.NDArray[np.int64], version: int
     ) -> Floats:
-        """Tokens of the longest of K samples of each prompt: its quantile `SHARE`, were none cut.
+        """Return the tokens of the longest of K samples of each prompt: its quantile `SHARE`, if none is cut.
 
         K is one number, or one for each prompt; each that was not asked for before takes some milliseconds.
         """
@@ -308,7 +308,7 @@ class LengthModel:
 
     @property
     def _unknown(self) -> float:
-        """Variance of what a prompt has of its own around what is expected of it."""
+        """Variance of a prompt's own part around its prior mean."""
         return self.spread if self._expected is None else self._expected_variance
 
     def _uncut(self, lengths: Sequence[int], cut: Sequence[bool], own: float) -> tuple[list[float], float]:
@@ -326,7 +326,7 @@ class LengthModel:
         return values, variances
 
     def _compare(self, values: Sequence[float], own: float, variance: float, is_late: bool) -> None:
-        """What was foretold of a group, N(own, variance) for its prompt, with what came."""
+        """Score the prediction for a group, N(own, variance) for its prompt, by its lengths."""
         shape, keep = self.shape, 1.0 - 1.0 / SHAPE_MEMORY
         total = variance + self.noise
         score = float(np.interp(variance / total, _SHARES, _scores_of_longest(len(values))))
@@ -338,7 +338,7 @@ class LengthModel:
         shape.error_square = keep * shape.error_square + (shown - own) ** 2
 
     def _learn(self, prompt: int, values: Sequence[float], beyond: float, version: int) -> None:
-        """What a group says of the spread of all."""
+        """Update spread, noise and fading by a group."""
         shape, size = self.shape, len(values)
         mean, keep = sum(values) / size, 1.0 - 1.0 / SHAPE_MEMORY
         if size > 1:  # one sample says nothing of it; of several the mean takes a part of what each may lie beyond
@@ -367,7 +367,7 @@ _BELOW: Floats = np.array([_NORMAL.cdf(score) for score in _GRID.tolist()])
 
 @cache
 def _scores_of_longest(group_size: int) -> Floats:
-    """Standard scores of the quantile `SHARE` of the longest of K, by the share of variance that all K have in common.
+    """Return the standard score of the quantile `SHARE` of the longest of K, by the share of variance in common.
 
     P(longest <= x) is the mean, over what they share, of the K-th power of what each does: by Gauss and Hermite.
     """

@@ -52,7 +52,7 @@ class Planner:
     def __init__(
         self, path: Path, overrides: Sequence[str], profile: Profile, hosts: Sequence[Host], prices: Mapping[str, float]
     ) -> None:
-        """Load a config; no plan changes what `overrides`, of the command line, say.
+        """Load a config; no plan changes the keys of `overrides`, which are of the command line.
 
         ConfigError if the config is wrong, or the profile or the prices are not of it.
         """
@@ -85,7 +85,7 @@ class Planner:
 
     @cached_property
     def space(self) -> Space:
-        """Everything that may be chosen, with the config's own values among it."""
+        """All choices, with the config's own values among them."""
         dimensions: dict[str, Sequence[object]] = {}
         for name, pool in self._actors.items():
             count, slots = (self._key(name, each) for each in ("count", "max_running_samples"))
@@ -108,7 +108,7 @@ class Planner:
 
     @cached_property
     def own(self) -> Keys:
-        """What the config says now, of all that may be chosen."""
+        """The config's own values of the keys that may be chosen."""
         sync = self.config.weight_sync
         keys: dict[str, Any] = {}
         for name, pool in self._actors.items():
@@ -167,7 +167,7 @@ class Planner:
     # --- scores -----------------------------------------------------------------------------------
 
     def score(self, plan: Plan) -> float:
-        """What the bounds allow: samples per second, or per price; -inf where it cannot be."""
+        """Return the bound on samples per second, or per price; -inf if the plan is impossible."""
         choices = self.space.choices(plan)
         shape = choices["learner"]
         assert isinstance(shape, LearnerShape)
@@ -194,7 +194,7 @@ class Planner:
         return worth * (1.0 - FOR_A_CHANGE * num_changes)
 
     def _in_order(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Best first; of those that are as good as the best the one with the youngest data."""
+        """Sort candidates, best first; of those as good as the best, the one with the youngest data first."""
 
         def worth(each: Candidate) -> float:
             price = each.prediction.price_per_1000
@@ -227,7 +227,7 @@ class Planner:
 
     @cached_property
     def _typical(self) -> list[int]:
-        """Tokens of the samples of a step, whose lengths are spread, and alike within a group, as the law says."""
+        """Return the tokens of the samples of a typical step, drawn by the law of lengths."""
         shape, random = (self.config.learner.groups_per_step, self._group_size), np.random.default_rng(0)
         law = self._profile.samples.lengths
         drawn = law.lengths(random.standard_normal((shape[0], 1)), random.standard_normal(shape))
@@ -242,24 +242,24 @@ class Planner:
     # --- what fits --------------------------------------------------------------------------------
 
     def _key(self, pool: str, what: str) -> str:
-        """Of a pool, or of `[actors]` where the config has no pools."""
+        """Return a key of a pool, or of `[actors]` if the config has no pools."""
         if pool in self.config.pools:
             return f"pools.{pool}.{what}"
         return TOTAL if what == "count" else f"actors.{what}"
 
     def _choices(self, key: str, own: object, choices: Iterable[object]) -> list[object]:
-        """These and the config's own; that alone where the command line says it."""
+        """Return these choices and the config's own; that alone if the command line sets the key."""
         return [own] if key in self._fixed else sorted({own, *choices}, key=_in_order)
 
     def _most_actors(self, name: str) -> int:
-        """So many as have a place when there is nothing else."""
+        """Return the most actors that have a place if there is nothing else."""
         count = 1
         while count < MOST_ACTORS and self._has_room(((name, count + 1),), 0):
             count += 1
         return max(count, self._actors[name].count)
 
     def _shapes(self) -> list[object]:
-        """Shapes of the learner that the config allows, its own first."""
+        """Return the shapes of the learner that the config allows, its own first."""
         own = shape_of(self.config)
         budgets = sorted({own.token_budget // 2, own.token_budget, 2 * own.token_budget, 4 * own.token_budget})
         ranks = [n for n in range(1, MOST_RANKS + 1) if self._has_room((), n)]
@@ -296,7 +296,7 @@ class Planner:
 
     @cached_property
     def _gpus(self) -> list[Gpu]:
-        """Those of this machine, where it is a host; what those of others are is not known."""
+        """Return the GPUs of this machine, if it is a host; those of others are not known."""
         return gpus_here() if any(host.is_here for host in self._hosts) else []
 
     @cached_property
@@ -319,11 +319,11 @@ class Planner:
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- as above
     def _has_room(self, counts: tuple[tuple[str, int], ...], num_ranks: int) -> bool:
-        """Do these workers share cores no more than they may, and has each a place?"""
+        """Return whether each of these workers has a place, and cores are not shared beyond the limit."""
         return self._share(counts, num_ranks) <= self._slack + 1e-9 and self._have_places(counts, num_ranks)
 
     def _share(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> float:
-        """How much of the cores that they may use these workers on CPUs take at most; above 1 they share them.
+        """Return the greatest load of the cores that workers on CPUs may use; above 1 they share them.
 
         Pools that may use some of the same hosts are counted together on all of theirs.
         """
@@ -335,9 +335,9 @@ class Planner:
         return max(shares)
 
     def _have_places(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> bool:
-        """Is there a host for each of these workers that has all of what it reserves?
+        """Return whether each of these workers finds a host with all that it reserves.
 
-        Who may use fewest hosts chooses first, then who is largest: of several hosts some places may be missed.
+        A greedy assignment, fewest possible hosts first, then the largest: it may miss a place that exists.
         """
         workers = [(pool, pool.bundle.get("GPU", 0.0), num) for pool, num in self._workers(counts, num_ranks)]
         workers.sort(key=lambda each: (len(self._may_use[each[0].name]), -each[1], -each[0].bundle.get("CPU", 0.0)))
@@ -356,7 +356,7 @@ class Planner:
         return True
 
     def _workers(self, counts: Iterable[tuple[str, int]], num_ranks: int) -> list[tuple[WorkerPool, int]]:
-        """All pools, with so many of actors and of stages."""
+        """Return all pools with these counts of actors and of stages."""
         said = {name: section.count for name, section in self.config.pools.items() if section.count}
         rest = max(0, num_ranks - sum(said.get(pool.name, 0) for pool in self._stages))
         stages = [(pool, said.get(pool.name, rest)) for pool in self._stages]
@@ -365,14 +365,14 @@ class Planner:
 
     @cached_property
     def _may_use(self) -> dict[str, list[Host]]:
-        """The hosts of each pool; first those that fewest pools may use."""
+        """Return the hosts of each pool; first those that fewest pools may use."""
         pools = [*self._actors.values(), *self._stages]
         hosts = sorted(self._hosts, key=lambda host: sum(map(host.takes, pools)))
         return {pool.name: [host for host in hosts if host.takes(pool)] for pool in pools}
 
     @cached_property
     def _sites(self) -> list[tuple[float, set[str]]]:
-        """Cores of the hosts of some pools, or of none, and all pools that have no others."""
+        """Return cores of the hosts of some pools, and all pools that have no other hosts."""
         unions: set[frozenset[Host]] = {frozenset()}
         for mine in self._may_use.values():
             unions |= {each.union(mine) for each in unions}
@@ -382,11 +382,11 @@ class Planner:
 
     @cached_property
     def _room(self) -> int | None:
-        """Bytes of memory, where this machine is the host; None: what others have is not known."""
+        """Return the bytes of memory, if this machine is the host; None for other hosts, which are not known."""
         return psutil.virtual_memory().total if any(host.is_here for host in self._hosts) else None
 
     def _lacks_memory(self, counts: Mapping[str, int], shape: LearnerShape) -> bool:
-        """Do these workers not fit into the memory of this machine, where that is the host?"""
+        """Return whether these workers do not fit into the memory of this machine, if it is the host."""
         if self._room is None or self._bytes is None:
             return False
         per_actor, per_rank, per_replica, rest = self._bytes
@@ -396,7 +396,7 @@ class Planner:
 
     @cached_property
     def _bytes(self) -> tuple[Mapping[str, int], int, int, int] | None:
-        """That an actor of each pool takes, a rank of the learner, a replica besides, and the rest; None: not known.
+        """Return the bytes of an actor of each pool, a rank, a replica besides, and the rest; None if not known.
 
         `MachineNeeds` is linear in them, so that differences tell.
         """
@@ -426,7 +426,7 @@ class Planner:
 
 
 def _check(config: Config) -> None:
-    """A `ConfigError` where a run would refuse the learner's shape, as far as the config alone says it."""
+    """Raise ConfigError if a run would refuse the learner's shape, as far as the config alone decides it."""
     with as_config_error():
         config.learner.check(config.algorithm.needs.critic)
     check_gpus(config)

@@ -170,7 +170,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict(world: World, *, samples: int = SAMPLES) -> Prediction:
-    """Simulate a world under several seeds, as many steps as so many samples are."""
+    """Simulate a world under several seeds, for this number of samples each."""
     contract = world.contract
     per_step = contract.groups_per_step * world.group_size
     steps = max(LEAST_STEPS, samples // (NUM_SEEDS * per_step))

@@ -20,7 +20,7 @@ LEASE_S = 0.025
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it was measured."""
+    """The machine of a profile."""
 
     host: str = ""
     processor: str
@@ -32,12 +32,12 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.processor}, {self.cores} cores{gpus}"
 
     def is_like(self, other: MachineFacts) -> bool:
-        """Does the other cost as much, by all that is known of it?"""
+        """Return whether work costs as much on the other, as far as these facts decide it."""
         return (self.processor, self.cores, self.gpus) == (other.processor, other.cores, other.gpus)
 
 
 class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the engines of a pool."""
+    """Costs of the engines of a pool."""
 
     terms: tuple[float, float, float, float]
     num_steps: int
@@ -55,7 +55,7 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the learner."""
+    """Costs of the learner."""
 
     terms: tuple[float, float, float, float]
     """Of `planning.costs.LearnerTime`, seconds, without scores of a reference."""
@@ -77,7 +77,7 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a version on its way from the learner to the engines."""
+    """Delays of a version from the learner to the engines."""
 
     behind_s: float
     """From the end of a step until an engine begins to apply its weights, median."""
@@ -85,7 +85,7 @@ class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
     """That an engine makes no token meanwhile, mean."""
 
     def as_costs(self, settled_s: float, between_steps_s: float) -> Costs:
-        """For a simulation; a version can be pulled about half way to its use."""
+        """Return the costs of a simulation; a version can be pulled about half way to its use."""
         return Costs(
             reward_s=settled_s,
             lease_s=LEASE_S,
@@ -97,7 +97,7 @@ class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was generated."""
+    """Samples that were generated."""
 
     prompt_tokens: float
     quantiles: tuple[float, ...]
@@ -112,7 +112,7 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """Costs of a run on one machine with one model."""
 
     format: int = FORMAT
     taken_s: float
@@ -156,7 +156,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def describe(self) -> str:
-        """For people: what was measured, and how well the laws describe it."""
+        """Return a text of what was measured, and how well the laws fit."""
         taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.taken_s))
         lines = [f"taken {taken} on {self.machine}, of {self.model}"]
         for name, engine in self.engines.items():

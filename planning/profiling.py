@@ -131,7 +131,7 @@ def costs_of(folders: Sequence[RunFolder]) -> Costs:
 
 
 def _score_token_s(runs: Sequence[_Run]) -> float:
-    """Seconds of scoring a token with the reference, on one stage."""
+    """Return the seconds of scoring a token with the reference, on one stage."""
     tokens = seconds = 0.0
     for run in runs:
         shape = shape_of(run.config)
@@ -158,7 +158,7 @@ def _between_steps_s(runs: Sequence[_Run]) -> float:
 
 
 def model_of(config: Config) -> str | None:
-    """What the model of a config is known by, on the Hub its name there; None where it is not here yet."""
+    """Return the identity of a config's model, on the Hub its name there; None if it is not here yet."""
     path = config.model.folder
     if path is None:
         return "@".join(config.model.on_hub)
@@ -166,7 +166,7 @@ def model_of(config: Config) -> str | None:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What of a config decides the costs of a profile, and is nothing that a plan chooses."""
+    """Return the keys of a config that decide the costs of a profile and that no plan chooses."""
     needs, told = config.algorithm.needs, ("precision", "num_minibatches", "num_epochs", "activation_checkpointing")
     return {
         "algorithm.type": config.algorithm.type,
@@ -183,7 +183,7 @@ def settings_of_engine(actors: ActorsConfig) -> dict[str, Any]:
 
 
 def machine_here() -> MachineFacts:
-    """This machine, as far as it decides what work costs."""
+    """Return the facts of this machine that decide the cost of work."""
     processor = platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -271,14 +271,14 @@ class _Run:
             )
 
     def gaps_s(self, settled_s: float) -> Iterator[float]:
-        """Seconds from step to step in which nobody waited for samples, which are committed so long after their end."""
+        """Yield the seconds between steps, without waits for samples, which are there `settled_s` after their end."""
         for before, row in pairwise(self.steps):
             if row["step"] == before["step"] + 1 and row["step"] in self.trained.finished_s:
                 ready_s = self.trained.finished_s[row["step"]] + settled_s
                 yield max(0.0, row["started_s"] - max(before["finished_s"], ready_s))
 
     def weights_s(self) -> tuple[list[float], list[float]]:
-        """How long after its step each version came to each engine, and how long the engine paused for it."""
+        """Return the delays of versions from their step to each engine, and the pauses of the engines."""
         ended_s = {int(row["version"]): row["finished_s"] for row in self.steps}
         delays, pauses = [], []
         for span in read(self.folder.timeline):
@@ -342,7 +342,7 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
 
 
 def check_generates(config: Config) -> None:
-    """A `ConfigError` where a config has no samples made, for what that costs is a part of profiles and plans."""
+    """Raise ConfigError if a config generates no samples: their cost is a part of profiles and plans."""
     if config.buffer.source is not None or not config.actors.num_actors:
         what = f"buffer.source = '{config.buffer.source}'" if config.buffer.source else "actors.num_actors = 0"
         raise ConfigError(f"{what} has no actors generate, and a profile is of what they cost too: leave it out")
@@ -358,7 +358,7 @@ def _check(config: Config, root: Path) -> None:
 
 @contextlib.contextmanager
 def _weights_of_its_own(config: Config, name: str) -> Iterator[list[str]]:
-    """The key that puts a run's weights beside those of the config's runs, which they would be in the way of."""
+    """Yield the key that puts a run's weights beside those of the config's runs, and remove them at the end."""
     if config.weight_sync.folder is None:
         yield []
         return
@@ -381,7 +381,7 @@ _AS_IT_IS = (
 
 
 def _told_apart(config: Config) -> list[str]:
-    """The same with other loads: of engines, and of steps, whose fixed part is told apart from that of their tokens."""
+    """Return overrides with other loads of engines and steps, so that fixed costs differ from those of tokens."""
     learner = config.learner
     fewer = max(1, learner.groups_per_step // (2 * learner.num_minibatches)) * learner.num_minibatches
     changed = ["--learner.token_budget", str(2 * learner.token_budget), "--learner.groups_per_step", str(fewer)]
@@ -396,7 +396,7 @@ _ENDS_WITH_US = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTER
 
 
 def _run(config: Path, arguments: Sequence[str], folder: RunFolder, log: Path, say: Say) -> None:
-    """Train until there is enough to see, and end that in order."""
+    """Train until there are enough steps, then end the run gracefully."""
     command = ourselves("train", str(config), *arguments, first=_ENDS_WITH_US)
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -428,7 +428,7 @@ def _follow(process: subprocess.Popen[bytes], folder: RunFolder, say: Say) -> No
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C, once, and what it takes where that does not do."""
+    """Send SIGINT once, and stronger signals if the run does not end."""
     for number, within_s in ((signal.SIGINT, END_S), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         if process.poll() is None:
             process.send_signal(number)

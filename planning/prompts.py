@@ -111,7 +111,7 @@ class SuccessModel:
     """How often each prompt of a store is answered with success, by their ids from 0."""
 
     def __init__(self, num_prompts: int, tau: float) -> None:
-        """Nothing is known; after `tau` versions a sample counts 1/e of a new one."""
+        """Start without samples; after `tau` versions a sample counts 1/e of a new one."""
         self._tau = tau
         self._passed, self._failed = np.zeros(num_prompts), np.zeros(num_prompts)
         self._versions = np.zeros(num_prompts, np.int64)
@@ -188,7 +188,7 @@ class ChosenPrompts(Prompts):
     """Draws prompts by a law, dispatches them by a policy, and learns of success, lengths and the speeds of lanes."""
 
     def __init__(self, facts: RunFacts, config: BufferConfig, clock: Callable[[], float]) -> None:
-        """Nothing is known; `load` reads what is stored."""
+        """Start empty; `load` reads what is stored."""
         super().__init__(facts, config, clock)
         self._contract = facts.contract
         # what is known of a prompt has not faded when it comes again
@@ -349,7 +349,7 @@ class ChosenPrompts(Prompts):
         return Speeds(request.token_s, known, lag_budget_s(self.pace, self._contract))
 
     def _living(self) -> list[float]:
-        """Seconds for a token of each lane that is not gone."""
+        """Return the seconds per token of each lane that is not gone."""
         since_s = self.clock() - FORGOTTEN_S
         return [token_s for token_s, heard_s in self._lanes.values() if heard_s > since_s]
 

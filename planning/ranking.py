@@ -58,7 +58,7 @@ _NICE = 10
 
 
 class Expected(NamedTuple):
-    """What is expected of prompts."""
+    """Predictions for prompts."""
 
     means: npt.NDArray[np.float32]
     """Of each prompt's own part of log tokens."""
@@ -67,7 +67,7 @@ class Expected(NamedTuple):
 
 
 class Features:
-    """Of the prompts of a task."""
+    """Features of the prompts of a task."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         lengths = np.array([len(problem.token_ids) for problem in problems])
@@ -84,7 +84,7 @@ class Features:
         return len(self._bounds) - 1
 
     def rows(self, prompts: npt.NDArray[np.int64]) -> csr_matrix:
-        """A row for each of some prompts: 1 for each n-gram that it has, then its numbers."""
+        """Return a row for each of some prompts: 1 for each n-gram that it has, then its numbers."""
         lengths = np.diff(self._bounds)[prompts]
         starts = np.repeat(self._bounds[prompts] - np.cumsum(lengths) + lengths, lengths)
         tokens = self._tokens[starts + np.arange(len(starts))].astype(np.uint64)
@@ -114,7 +114,7 @@ class Features:
 
 
 class Ranker:
-    """Tells the buffer of a run what to expect of prompts. It keeps nothing, and nobody waits for it."""
+    """Sends the buffer of a run predictions for prompts. It stores nothing, and nothing waits for it."""
 
     def __init__(self, context: RunContext[ActorSections]) -> None:
         """Load the prompts and connect to the buffer; errors as `load_encoded` and `BufferClient.connect`."""
@@ -139,7 +139,7 @@ class Ranker:
             self._client.close(1.0)
 
     def look(self) -> Expected | None:
-        """Fit anew where many more prompts are known, or the buffer has forgotten; what it was told, if so."""
+        """Fit anew if many more prompts are known, or the buffer was restarted; return the predictions sent, if any."""
         told = self._client.visits().result()
         has_forgotten = self._has_told and not told.is_expecting
         if not has_forgotten and told.num_seen < max(FEWEST, _MORE * self._num_known):
@@ -186,7 +186,7 @@ def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, vari
 
 
 def _error(rows: csr_matrix, means: Floats, weights: Floats, folds: npt.NDArray[np.int64], penalty: float) -> float:
-    """Mean square of what a penalty leaves of prompts that it did not see."""
+    """Return the mean squared error of a penalty on prompts that it was not fitted to."""
     from sklearn.linear_model import Ridge
 
     squares = np.empty(len(means))

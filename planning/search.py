@@ -43,7 +43,7 @@ from planning.world import Bound, EnginePool, World
 Plan = tuple[int, ...]
 """For each dimension the place of its choice."""
 Score = Callable[[Plan], float]
-"""Greater is better; -inf where it cannot be."""
+"""Greater is better; -inf if the plan is impossible."""
 
 MOST_ENUMERATED = 20_000
 NUM_CHAINS = 4
@@ -52,11 +52,11 @@ COLDEST, WARMEST = 1e-5, 1e-1
 LIMIT_S = 8.0
 NUM_GROUPS = 4096
 NUM_LENGTHS, NUM_PROMPTS = 513, 65
-"""Of the grid that a law is looked at on."""
+"""Points of the grid on which a law is evaluated."""
 NUM_LOADS = 3
-"""Times that the load of engines is reckoned with that of the time before; it changes little."""
+"""Iterations of the fixed point of the engines' load; it changes little after the first."""
 _DEVIATION = 0.5
-"""Of what a running sample holds of a cache, beside its mean; rough, and what is simulated knows better."""
+"""Relative deviation of the cache that a running sample holds; rough, as simulations follow."""
 _PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for place in range(NUM_PROMPTS)])
 
 
@@ -84,28 +84,28 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """What follows from a law of lengths for groups of K."""
+    """Figures of a law of lengths for groups of K."""
 
     mean: float
     at_a_moment: float
     """Tokens that a running sample has made, mean over time."""
     longest: Floats
-    """Tokens that the longest of a group may have, ascending; the others are of groups that are cut off there."""
+    """Tokens of the longest of a group, ascending: the grid of the next three."""
     within: Floats
-    """Share of the groups whose longest sample has at most so many."""
+    """Share of the groups whose longest sample has at most that."""
     kept: Floats
     """Mean of the longest sample of those."""
     failed: Floats
     """Groups of a prompt that are longer, before the first that is not; mean over prompts."""
 
     def longest_of(self, num_groups: int) -> float:
-        """Mean of the longest sample of so many groups."""
+        """Return the mean of the longest sample of this number of groups."""
         return float(self.longest @ np.diff(self.within**num_groups, prepend=0.0))
 
 
 @lru_cache(maxsize=256)
 def figures_of(law: LengthLaw, group_size: int) -> LengthFigures:
-    """Of groups of a law; the same every time."""
+    """Return the figures of a law; deterministic."""
     random = np.random.default_rng(0)
     prompts = random.standard_normal((NUM_GROUPS, 1))
     lengths = law.lengths(prompts, random.standard_normal((NUM_GROUPS, group_size)))
@@ -123,20 +123,20 @@ def figures_of(law: LengthLaw, group_size: int) -> LengthFigures:
 
 
 def engine_rate(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
-    """Samples per second of one engine whose slots are full."""
+    """Return the samples per second of one engine whose slots are full."""
     running = _running(pool, lengths, prompt_tokens, longest)
     sample_s = lengths.mean * step_s(pool, lengths, prompt_tokens, longest) / running
     return 1.0 / (sample_s + pool.law.per_prompt_token * prompt_tokens)
 
 
 def step_s(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float, load: float = 1.0) -> float:
-    """Seconds of a step of one of its engines with this share of its slots in use."""
+    """Return the seconds of a step of one of its engines with this share of its slots in use."""
     running = max(1.0, load * _running(pool, lengths, prompt_tokens, longest))
     return pool.law.seconds(running, running * (prompt_tokens + lengths.at_a_moment))
 
 
 def _running(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
-    """Samples that an engine runs at most: its slots, or what `KvGate` finds its cache likely to hold.
+    """Return the most samples that an engine runs: its slots, or the number that `KvGate` lets its cache hold.
 
     That is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
     """
@@ -149,7 +149,7 @@ def _running(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longe
 
 
 def bounds_of(world: World, mean_step_s: float) -> Bounds:
-    """All bounds of a run, whose steps take so long on average."""
+    """Return the bounds of a run whose steps take `mean_step_s` on average."""
     contract, costs, group_size = world.contract, world.costs, world.group_size
     lengths, longest = figures_of(world.lengths, group_size), world.lengths.longest
     rates = [pool.count * engine_rate(pool, lengths, world.prompt_tokens, longest) for pool in world.pools]
@@ -210,7 +210,7 @@ class Space:
 
 
 def search(space: Space, score: Score, num_best: int = 20, *, seed: int = 0) -> list[tuple[Plan, float]]:
-    """The best plans with their scores, best first; none where no plan can be."""
+    """Return the best plans with their scores, best first; none if no plan is possible."""
     if space.size <= MOST_ENUMERATED:
         return _best({plan: score(plan) for plan in space.all()}, num_best)
     return metropolis(space, score, num_best, seed=seed)
@@ -219,7 +219,7 @@ def search(space: Space, score: Score, num_best: int = 20, *, seed: int = 0) -> 
 def metropolis(
     space: Space, score: Score, num_best: int = 20, *, seed: int = 0, limit_s: float = LIMIT_S, num_moves: int = 40_000
 ) -> list[tuple[Plan, float]]:
-    """The same by chance: chains that prefer what is better, and are colder with every move.
+    """Return the best plans that Metropolis chains find, which prefer better ones and cool with every move.
 
     A move changes one or two dimensions, mostly to a neighbour. What cannot be scores -inf and is never entered.
     """
@@ -250,7 +250,7 @@ def metropolis(
 
 
 def _best(scores: Mapping[Plan, float], num: int) -> list[tuple[Plan, float]]:
-    """Best first; of equal ones the first in order."""
+    """Return the best, best first; of equal ones the first in order."""
     found = heapq.nsmallest(num, ((-score, plan) for plan, score in scores.items() if score > -inf))
     return [(plan, -score) for score, plan in found]
 
@@ -260,7 +260,7 @@ def _any(sizes: Sequence[int], random: Random) -> Plan:
 
 
 def _neighbour(plan: Plan, sizes: Sequence[int], random: Random) -> Plan:
-    """One dimension chosen anew, or two at once, for what one gives up another may use."""
+    """Choose one dimension anew, or two at once, for one may use what the other gives up."""
     found = list(plan)
     for _ in range(1 + (random.random() < 0.3)):
         where = random.randrange(len(sizes))

@@ -93,7 +93,7 @@ class Simulation:
     # --- running ----------------------------------------------------------------------------------
 
     def run(self, num_steps: int, warm_up: int = 0, limit_s: float = inf) -> Outcome:
-        """Take so many steps, of which the first are not counted; end earlier at `limit_s`, or where none comes."""
+        """Take `num_steps` steps and count those after `warm_up`; end earlier at `limit_s`, or if none can begin."""
         self._knock()
         handlers: dict[int, Callable[[Any], None]] = {
             _UPDATE: self._on_update, _REWARDED: self._on_rewarded, _PUBLISHED: self._on_published,
@@ -153,7 +153,7 @@ class Simulation:
         self._go_on(engine)
 
     def _leaves(self, engine: _Engine, sample: _Sample, made: float) -> None:
-        """A sample is not in its engine any more, where it made so many tokens."""
+        """Count a sample that left its engine, with the tokens that it made there."""
         group, index, version, _ = sample
         group.made[index] += made
         self._found.num_tokens += made
@@ -161,7 +161,7 @@ class Simulation:
             group.oldest = version
 
     def _hand_on(self, engine: _Engine, group: SimulatedGroup, index: int) -> None:
-        """All that the engine has of a group goes on elsewhere."""
+        """Requeue all samples of a group that the engine has."""
         left = [index, *(place for each, place in engine.waiting if each is group)]
         engine.waiting = deque(each for each in engine.waiting if each[0] is not group)
         for sample in [each for each in engine.clock.running() if each[0] is group]:
@@ -185,7 +185,7 @@ class Simulation:
             self._go_on(engine)
 
     def _go_on(self, engine: _Engine) -> None:
-        """Lease what there is room for, start what may start, and see when the next sample ends."""
+        """Lease what there is room for, start what may start, and schedule the end of the next sample."""
         has_room = engine.clock.num_running + len(engine.waiting) < engine.slots
         if has_room and not engine.is_asking and engine.closed_since_s is None:
             self._lease(engine)
@@ -254,7 +254,7 @@ class Simulation:
         engine.event = self._at(engine.clock.next_end_s(), _END, engine) if engine.clock.num_running else 0
 
     def _knock(self) -> None:
-        """Admission may be open again: who waits at the door asks, each in its own time."""
+        """Have engines that wait for admission ask again, each in its own time."""
         if self._is_closed() and not self._prompts.has_handed_on:
             return
         waiting = [each for each in self._engines if each.closed_since_s is not None or not self.now_s]
@@ -290,7 +290,7 @@ class Simulation:
         return group
 
     def _complete(self, group: SimulatedGroup) -> None:
-        """One more of its samples is in the buffer."""
+        """Count one more sample of a group in the buffer."""
         group.missing -= 1
         if not group.missing:
             self._buffer.complete(group)
@@ -300,7 +300,7 @@ class Simulation:
     # --- the learner ------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Begin a step, where one can begin."""
+        """Begin a step, if one can begin."""
         if self._is_training:
             return
         contract, version = self._contract, self._version

@@ -43,7 +43,7 @@ class EnginePool:
     price: float = 0.0
 
     def gate(self) -> KvGate[Any] | None:
-        """Of one engine in which nothing runs; None if its cache holds whatever it runs, or slots alone decide."""
+        """Return the gate of an idle engine; None if its cache holds whatever it runs, or slots alone decide."""
         if self.kv_tokens == inf or self.config.admission == "slots":
             return None
         gate: KvGate[Any] = KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
@@ -94,11 +94,11 @@ class TokenClock(Generic[K]):
             self.made += 2.0 * passed / (step_s + sqrt(step_s * step_s + grows))
 
     def stall(self, seconds: float) -> None:
-        """No token is made for so long, from now on: weights are being replaced, say."""
+        """Make no token for this time from now on, as while weights are replaced."""
         self._stall_s += seconds
 
     def start(self, key: K, num_prompt_tokens: int, length: float) -> None:
-        """A sample of so many tokens begins now; its prompt is computed first, and the others wait for that."""
+        """Start a sample of this number of tokens; the others wait while its prompt is computed."""
         part = num_prompt_tokens - self.made
         self._seq += 1
         heappush(self._ends, (self.made + length, self._seq, part, key))
@@ -107,7 +107,7 @@ class TokenClock(Generic[K]):
         self._stall_s += self._f * num_prompt_tokens
 
     def next_end_s(self) -> float:
-        """When a sample ends, if nothing else happens; infinite without one."""
+        """Return the time at which a sample ends, if nothing else happens; infinite without one."""
         if not self._ends:
             return inf
         left = max(0.0, self._ends[0][0] - self.made)
@@ -127,7 +127,7 @@ class TokenClock(Generic[K]):
         return [entry[3] for entry in self._ends]
 
     def cancel(self, key: K) -> float:
-        """Take out a sample before its end; the tokens of its context."""
+        """Take out a sample before its end; return the tokens of its context."""
         place = next(i for i, entry in enumerate(self._ends) if entry[3] == key)
         _, _, part, _ = self._ends.pop(place)
         self._ends.sort()
@@ -142,7 +142,7 @@ class TokenClock(Generic[K]):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of what is neither a token nor a step."""
+    """Seconds of everything but tokens and steps."""
 
     reward_s: float = 0.0
     lease_s: float = 0.0
@@ -182,7 +182,7 @@ class World:
 
 @dataclass
 class Outcome:
-    """What a simulated run did after its first steps."""
+    """Figures of a simulated run after its first steps."""
 
     seconds: float = 0.0
     num_steps: int = 0
@@ -221,12 +221,12 @@ class Outcome:
 
     @property
     def lag_mean(self) -> float:
-        """Of the oldest token of a trained group, versions."""
+        """Mean lag of the oldest token of a trained group, in versions."""
         return sum(lag * count for lag, count in self.lags.items()) / max(1, self.lags.total())
 
     @property
     def price_per_1000(self) -> float:
-        """Of a thousand trained samples; infinite where there are none."""
+        """Price of a thousand trained samples; infinite if there are none."""
         return self.price / 3.6 / self.samples_per_s if self.samples_per_s else inf
 
     @property
