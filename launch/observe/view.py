@@ -345,8 +345,8 @@ class LossyStream:
             self._stream.write(text)
             self._stream.flush()
         except OSError as error:
+            self._drop()  # first, for the warning may go to this stream
             log.warning("the output of the command can no longer be written (%s); the run goes on", error)
-            self._drop()
         return len(text)
 
     def flush(self) -> None:

@@ -1,5 +1,6 @@
 """The display of the command: where it is no terminal, a line now and then, and never silence."""
 
+import logging
 import os
 import sys
 from types import SimpleNamespace
@@ -124,29 +125,20 @@ def test_a_share_is_never_rounded_to_none_or_all(failed, issued, said):
     assert share_of(failed, issued) == said
 
 
-def closed_pipe() -> int:
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer
-
-
-def closed_terminal() -> int:
-    master, slave = os.openpty()
-    os.close(master)
-    return slave
-
-
 @pytest.mark.parametrize("wish", ["plain", "live"])
-@pytest.mark.parametrize("lost", [closed_pipe, closed_terminal])
-def test_a_screen_that_goes_away_ends_the_display_and_not_the_run(tmp_path, monkeypatch, caplog, lost, wish):
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+def test_a_screen_that_goes_away_ends_the_display_and_not_the_run(tmp_path, monkeypatch, caplog, opened, wish):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(view, "PLAIN_INTERVAL_S", 0.01)
     monkeypatch.setenv("TERM", "xterm")
-    with open(lost(), "w") as screen, open(os.dup(screen.fileno()), "w") as errors:
+    monkeypatch.setattr(view.log, "handlers", [logging.lastResort])  # writes where the live display writes
+    reader, writer = opened()
+    with open(writer, "w") as screen, open(os.dup(screen.fileno()), "w") as errors:
         screen.isatty = lambda: wish == "live"
         monkeypatch.setattr(sys, "stdout", screen)
         monkeypatch.setattr(sys, "stderr", errors)
         with Display(SimpleNamespace(root=tmp_path, name="x")) as display:
+            os.close(reader)
             for step in range(1, 4):
                 display.update(snapshot(step))
                 display.say("a restart")
