@@ -118,8 +118,8 @@ class Trace:
         for who, state in {**states, **dict.fromkeys(gone, "")}.items():
             self._switch(who, "state", state)
         if news.status is not None and news.status.num_ready_groups != self._num_ready:
-            self._num_ready, pid, ts = news.status.num_ready_groups, self._process("buffer"), round(1e6 * now_s)
-            counter = Event(ph="C", name="groups ready", pid=pid, tid=0, ts=ts, who="buffer")
+            self._num_ready, pid, ts = news.status.num_ready_groups, self._process("buffer-0"), round(1e6 * now_s)
+            counter = Event(ph="C", name="groups ready", pid=pid, tid=0, ts=ts, who="buffer-0")
             self._write(counter, ready=self._num_ready)
         for who, span in list(self._generating.items()):
             if now_s - span.end_s > 1.0:

@@ -31,7 +31,7 @@ def test_every_process_and_every_track_has_a_name(events):
     assert {event["pid"] for event in events} <= set(processes)
     assert {(event["pid"], event["tid"]) for event in of(events, "X")} <= tracks
     names = [name for _, name in sorted(processes.items())]
-    assert names == ["launch", "evaluation", "learner", "buffer", "actor-0", "actor-1"]
+    assert names == ["launch", "evaluation", "learner", "buffer-0", "actor-0", "actor-1"]
 
 
 def test_no_two_processes_have_one_number_however_many_there_are(tmp_path):
