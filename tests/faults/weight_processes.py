@@ -32,7 +32,7 @@ SIZE = {"num_tensors": 4, "num_values": 200_000}
 def config(staging_dir: Path | str) -> WeightSyncConfig:
     """Of the run. Also makes the chunks of this process small, and its time for an update short."""
     client.CHUNK_BYTES = CHUNK_BYTES
-    client.UPDATE_TIMEOUT_S = puller.UPDATE_TIMEOUT_S = UPDATE_TIMEOUT_S
+    puller.UPDATE_TIMEOUT_S = UPDATE_TIMEOUT_S
     host_folder._SHM = Path(staging_dir)
     host_folder._SHM.mkdir(parents=True, exist_ok=True)
     return WeightSyncConfig(transport="network")
