@@ -506,13 +506,12 @@ def test_the_check_survives_all_of_it_and_names_it(check):
     assert error == "", "no progress where nobody looks"
 
 
-async def test_the_check_ends_at_once_when_it_is_interrupted_and_shows_what_it_has(check, tmp_path):
+async def test_the_check_ends_at_once_when_it_is_interrupted(check, tmp_path):
     command = check("exits", "loops", limit=600.0)
     await wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     pid = int((tmp_path / "pid").read_text())
     command.send_signal(signal.SIGINT)
-    out, error = await asyncio.to_thread(command.communicate, timeout=20)
+    _, error = await asyncio.to_thread(command.communicate, timeout=20)
     assert command.returncode == 130, error
-    assert "PROBLEM  exits failed on 3 of 3 completions" in out
-    assert error.strip() == "leeway: interrupted after 3 completions"
+    assert error.strip() == "leeway: interrupted"
     await gone(pid)
