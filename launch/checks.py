@@ -1,4 +1,4 @@
-"""What only the whole config can know, checked before any process starts."""
+"""Checks that need the whole config, made before any process starts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def is_cluster(self) -> bool:
-        """May other machines be part of the run?"""
+        """Whether other machines may be part of the run."""
         return self.config.launch.ray_address is not None
 
     @property
@@ -89,7 +89,7 @@ class Plan:
         )
 
     def context(self, model_path: Path, model: ModelFacts) -> RunContext[Config]:
-        """The description that every process of the run is handed; the addresses of its services come in later."""
+        """Return the description that every process gets, still without the addresses of the services."""
         config = self.config
         return RunContext(
             config=config,
@@ -225,7 +225,7 @@ def check_fetched(plan: Plan, path: Path) -> Plan:
 
 
 def _check_task(config: Config, path: Path | None, model: ModelFacts | None) -> TaskFacts:
-    """Look at the data, the rewards and, where there is a model, at the prompts with its tokenizer."""
+    """Check the data, the rewards and, if the model is here, the prompts with its tokenizer."""
     here = config.launch.ray_address is None  # on a cluster actors may have what this machine has not
     limit_s = STARTUP_S if here and config.task.rewards else None
     with as_config_error("[task] ", TaskError), quiet_transformers():
@@ -252,7 +252,7 @@ def _pools(config: Config) -> str:
 
 
 def _pipeline(config: Config) -> str:
-    """How many processes train, and how they share the model, for people."""
+    """Return how many processes train, and how they share the model, as text."""
     learner = config.learner
     replicas = f"{learner.num_replicas} replicas of " if learner.num_replicas > 1 else ""
     chunks = f" of {learner.num_chunks} chunks" if learner.num_chunks > 1 else ""
@@ -260,7 +260,7 @@ def _pipeline(config: Config) -> str:
 
 
 def _layers(config: Config) -> list[str]:
-    """Which layers each stage has, and what part of the cost: the dearest is what the others wait for."""
+    """Return a line with the layers and the share of the cost of each stage; the others wait for the dearest."""
     learner = config.learner
     if learner.num_stages == 1:
         return []
@@ -301,7 +301,7 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_teachers(config: Config) -> None:
-    """They and the column that names them are told of together, and only to a loss that asks somebody."""
+    """Check that teachers have a column that names them, and a loss that reads them."""
     names, column = list(config.model.teachers), config.task.teacher_column
     if names and not config.algorithm.needs.reference:
         raise ConfigError(
@@ -354,7 +354,7 @@ def _check_ray(config: Config) -> None:
 
 
 def _check_pools(config: Config) -> None:
-    """What the pools are called, and what each is to hold."""
+    """Check the names of the pools, and what each reserves."""
     for name in config.pools:
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
             raise ConfigError(f"[pools.{name}]: give a pool a name of letters, digits, _ and -, as hosts carry it")

@@ -58,7 +58,7 @@ class History:
         return first if first is not None and first.policy_version == 0 else None
 
     def start(self, step: int) -> str:
-        """Where the run goes on, and what was changed; `step` is that of its newest checkpoint, 0 where it has none."""
+        """Return where the run resumes, and what was changed; `step` is of its newest checkpoint, 0 if it has none."""
         place = f"the checkpoint of step {step}" if step else "the model, for there is no checkpoint"
         return f"{place}; changed: {self.changes}" if self.changes else place
 

@@ -146,7 +146,7 @@ class RunFolder:
 
 
 def already_there(root: Path) -> str:
-    """Why a run does not start where another one is."""
+    """Return why a run does not start in the folder of another."""
     return f"the run folder {root} exists already; choose another --run.name, or go on with it: leeway resume {root}"
 
 

@@ -81,7 +81,7 @@ class PlacementGroup:
             time.sleep(_LOOK_S)
 
     def _fits_some_host(self) -> bool:
-        """Would each worker find room, were the hosts all its own?"""
+        """Return whether each worker alone would find room on a host."""
         hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return all(
             any(all(host.get(kind, 0.0) >= amount for kind, amount in bundle.items()) for host in hosts)

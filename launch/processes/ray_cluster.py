@@ -296,7 +296,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_of_ray(process: psutil.Process) -> bool:
-    """Is it one of Ray's own, or a worker of it?"""
+    """Return whether it is one of Ray's own, or a worker of it."""
     command = _command(process)
     # an argument that begins with the folder names a program; in a text of code it is but the search path, into which
     # Ray puts a folder of its own, and which multiprocessing hands to its server

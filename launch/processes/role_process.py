@@ -85,11 +85,11 @@ class Restarts:
 
     @property
     def are_spent(self) -> bool:
-        """Is it given up, should it end once more?"""
+        """Whether another end means that it is given up."""
         return self.in_a_row >= self._limit
 
     def prove(self) -> None:
-        """The last one has led to something that lasts."""
+        """Note that the last restart has led to something that lasts."""
         self._in_a_row = 0
 
     def count(self) -> None:
