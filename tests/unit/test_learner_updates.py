@@ -1,5 +1,7 @@
 """Several updates per draw: how it is divided, what versions, lags and rates they have, and when they are taken."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -323,6 +325,35 @@ def test_a_non_finite_update_is_left_out_and_the_others_of_its_step_are_taken(tr
     assert all(torch.isfinite(weight).all() for weight in weights_of(networks).values())
 
 
+def with_infinite_losses(step: TrainStep) -> list[int]:
+    """Make losses infinite, and not their gradients, until the list that is returned is empty."""
+    loss, left = step._loss, [1]
+
+    def made_infinite(inputs):
+        output = loss(inputs)
+        return replace(output, loss=output.loss + torch.inf) if left else output
+
+    step._loss = made_infinite
+    return left
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_an_update_whose_loss_alone_is_not_finite_is_left_out(train_step, one_pass):
+    algorithm = OffPolicyPPOConfig(proximal="behaviour")
+    step, networks = train_step(algorithm, one_pass=one_pass, num_minibatches=2)
+    left, before, weights = with_infinite_losses(step), weights_of(networks), []
+
+    def between_updates(_):
+        left.clear()
+        weights.append(weights_of(networks))
+
+    result = step.run(build(make_rows(0), 0, 4096), 0, between_updates)
+    assert ("time/forward" not in result.metrics) == one_pass
+    assert [update.result.taken for update in result.updates] == [False, True]
+    assert [update.result.lr_scale for update in result.updates] == [1.0, 1.0]
+    assert all(torch.equal(weight, before[name]) for name, weight in weights[0].items())
+
+
 @pytest.mark.parametrize("network", ["policy", "critic"])
 def test_policy_and_critic_are_updated_together_or_not_at_all(train_step, network):
     step, networks = train_step(MODEL)
@@ -337,17 +368,18 @@ def test_policy_and_critic_are_updated_together_or_not_at_all(train_step, networ
 
 
 def one_rank(folder, mesh: Mesh) -> None:
-    """What each process of the next test runs: one of the stages sees a NaN, in the first of two updates."""
+    """What each process of the next test runs: a stage sees a NaN in the first of two updates, or an infinite loss."""
     algorithm, config = OffPolicyPPOConfig(), LearnerConfig(num_minibatches=2, learning_rate=1e-2)
     place = mesh.place
-    for bad_rank in range(place.num_ranks):
+    for bad_rank in (*range(place.num_ranks), None):
         networks, reference = make_networks(folder / "untied", config, algorithm, mesh)
         if place.rank == bad_rank:
             poison(networks, 0)
         step = TrainStep(networks, reference, algorithm, config, SEED)
+        left = with_infinite_losses(step) if bad_rank is None else []
         batch = build(make_rows(0), 0, 4096, num_replicas=place.num_replicas, min_micro_batches=place.num_stages)
         before = weights_of(networks)
-        result = step.run(batch, 0)
+        result = step.run(batch, 0, lambda _, left=left: left.clear())
         assert [update.result.taken for update in result.updates] == [False, True], (place.rank, bad_rank)
         after = weights_of(networks)
         assert all(torch.isfinite(weight).all() for weight in after.values())
@@ -357,6 +389,6 @@ def one_rank(folder, mesh: Mesh) -> None:
 
 
 @pytest.mark.process
-def test_a_nan_on_one_stage_alone_keeps_every_stage_from_the_update(tmp_path):
+def test_a_nan_on_one_stage_or_an_infinite_loss_keeps_every_stage_from_the_update(tmp_path):
     make_models(tmp_path)
     run_ranks("tests.unit.test_learner_updates", tmp_path, [(1, 2), (2, 2)])
