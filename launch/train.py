@@ -149,7 +149,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
 
 @dataclass(frozen=True)
 class Sinks:
-    """What gets the news of a run: files and W&B, the terminal, the trace, and `status.json` with its views."""
+    """The receivers of the news of a run: files and W&B, the terminal, the trace, and `status.json` with its views."""
 
     tracker: Tracker
     display: Display
