@@ -20,9 +20,11 @@ from tests.world.waiting import bound
 
 NUM_STEPS = 12
 BALANCE = "trajectory balance"
+DECAYING = "trajectory balance, beta decays"
 CRITIC = "PPO with a critic, 4 updates a step"
 KINDS = {
     BALANCE: (None, {}, 1),
+    DECAYING: ({"type": "trajectory_balance", "beta_final": 0.02}, {}, 1),
     CRITIC: (
         {"type": "off_policy_ppo", "baseline": "critic"},
         {"num_minibatches": 2, "num_epochs": 2},
@@ -136,7 +138,7 @@ def kill_at_random(run: LearnerRun, chance: random.Random) -> str:
 
 
 @pytest.mark.fault(15, "kill -9 of the learner at random steps, all ranks or one")
-@pytest.mark.parametrize("kind", [BALANCE, pytest.param(CRITIC, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", [DECAYING, pytest.param(CRITIC, marks=pytest.mark.full)])
 def test_a_learner_killed_at_random_comes_to_the_bit_where_one_comes_that_was_never_killed(
     recording, run_of, show, kind
 ):
