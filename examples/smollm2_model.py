@@ -34,8 +34,8 @@ def main(folder: Path) -> None:
             file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)  # last: a folder with weights is whole
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def main(folder: Path) -> None:
     torch.manual_seed(SEED)
     model = make_model(NUM_LAYERS)
     train(model, training_expressions())
-    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)  # last: a folder with weights is whole
 
 
 if __name__ == "__main__":
