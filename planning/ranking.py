@@ -149,11 +149,11 @@ class Ranker:
         expected = expect(self._features, known, means.astype(np.float64), variances.astype(np.float64))
         self._num_known, self._has_told = told.num_seen, expected is not None
         if expected is None:
-            _log.info("what %d prompts are tells nothing of how long their answers are", told.num_seen)
+            _log.info("the tokens of %d prompts do not predict lengths of answers", told.num_seen)
             return None
         self._client.expect(*expected).result()
         share = 1.0 - expected.variance / max(1e-9, float(np.var(means)))
-        _log.info("foretold from %d prompts: %.0f%% of how others differ from them", told.num_seen, 100 * share)
+        _log.info("%d prompts predict the lengths of others: %.0f%% of the variance", told.num_seen, 100 * share)
         return expected
 
 
