@@ -135,8 +135,6 @@ class KvCache(NamedTuple):
 
 
 class KvSample(NamedTuple):
-    """A sample that is to run."""
-
     group: int
     prompt_tokens: int
     limit: int
@@ -171,7 +169,7 @@ class Admission(Protocol):
 
 
 class SlotAdmission:
-    """A semaphore of `actors.max_running_samples`."""
+    """Admits up to `actors.max_running_samples` samples at once."""
 
     needs_lengths = False
 
@@ -186,7 +184,7 @@ class SlotAdmission:
         await self._free.acquire()
 
     def begin(self, key: Hashable, sample: KvSample) -> None:
-        """Nothing depends on when it starts."""
+        """Do nothing: no figure depends on when a sample starts."""
 
     def end(self, key: Hashable, num_tokens: int | None = None, *, is_cut: bool = False) -> None:
         self._free.release()

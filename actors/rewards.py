@@ -65,8 +65,6 @@ class FailingReward:
 
 @dataclass(frozen=True)
 class ScorerLimits:
-    """Of each reward function."""
-
     num_processes: int
     """Most processes, and so calls at once."""
     timeout_s: float

@@ -215,7 +215,7 @@ class Correction(BaseModel):
 
 
 class Interval(Correction):
-    """What is kept within two bounds."""
+    """A range of values that are kept, with both ends."""
 
     type: str
     low: NonNegativeFloat

@@ -45,8 +45,6 @@ M = TypeVar("M", bound=Message)
 
 
 class Draw(p.DrawReply, frozen=True, dict=True):
-    """The batch of a step."""
-
     body: bytes | memoryview = b""
     """The trajectories as an Arrow IPC stream."""
 

@@ -55,8 +55,6 @@ _NEWEST = 0.1
 
 
 class NextPrompt(NamedTuple):
-    """The prompt of a new group."""
-
     prompt_id: int
     failures: int = 0
     """How often in a row its groups were filtered."""

@@ -31,8 +31,6 @@ token; fixed while the group waits."""
 
 
 class ReadyGroup(NamedTuple):
-    """A group that may be drawn."""
-
     oldest: int
     """Effective version of its oldest token."""
     group_id: int

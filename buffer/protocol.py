@@ -178,7 +178,7 @@ class Credit(msgspec.Struct, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello."""
+    """Answers `Hello`."""
 
     epoch: int
     """Counts the processes of this name, from 1."""
@@ -218,7 +218,7 @@ class LeaseGrant(Message, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """What became of one pushed trajectory."""
+    """Reports what became of one pushed trajectory."""
 
     seq: int
     outcome: str
@@ -272,7 +272,7 @@ class VisitsReply(Message, frozen=True):
 
 
 class IncarnationReply(Message, frozen=True):
-    """Answer to BeginIncarnation."""
+    """Answers `BeginIncarnation`."""
 
     incarnation: int
     resumed_at: dict[int, int]
@@ -299,7 +299,7 @@ class Nonsense(msgspec.Struct, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Answer to StatusRequest."""
+    """Answers `StatusRequest`."""
 
     ledger: dict[str, int]
     """Counts by the names of `ledger.Ledger`, with 'gap' (0 or a bug)."""

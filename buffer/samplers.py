@@ -43,8 +43,6 @@ NOTHING: frozenset[int] = frozenset()
 
 
 class Sampler(Protocol):
-    """Chooses groups for a step."""
-
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """Return up to `num_groups` group ids of the ready `candidates`, without those `taken` by another sampler."""
         ...
@@ -69,7 +67,7 @@ def prioritised(group: Group, oldest: int) -> float:
 
 @dataclass(frozen=True)
 class Fifo:
-    """Oldest tokens first."""
+    """Takes the groups with the oldest tokens first."""
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         return _first(num_groups, (key.group_id for key in candidates.ready), taken)

@@ -89,7 +89,7 @@ class Tries(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Waiting(NamedTuple):
-    """A prompt of the window."""
+    """A prompt that waits in the window of a prompt law."""
 
     order: int
     """Its place in the order of the law."""
@@ -303,7 +303,7 @@ class Group(msgspec.Struct):
 
 
 class DrawRecord(msgspec.Struct):
-    """The groups of one step."""
+    """The groups that a step trains."""
 
     step: int
     version: int
@@ -318,7 +318,7 @@ class DrawRecord(msgspec.Struct):
 
 
 class Actor(msgspec.Struct):
-    """A client by its name."""
+    """What the store keeps of a client, by its name."""
 
     name: str
     role: str

@@ -43,7 +43,7 @@ _MAX_FIRST = 200
 
 
 class Stages:
-    """Where the service's time goes."""
+    """Measures where the service's time goes."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)

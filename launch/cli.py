@@ -62,8 +62,6 @@ READ_CONFIGS = ("train", "resume", "check-reward", "profile", "plan")
 
 
 class Verbs(TyperGroup):
-    """The verbs of `leeway`."""
-
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 -- as Typer gives them
         """Add the lazy verbs, each by its name and help alone."""
         super().__init__(**settings)

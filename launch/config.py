@@ -92,7 +92,7 @@ class ModelConfig(_Section):
 
     @property
     def on_hub(self) -> tuple[str, str]:
-        """Name and revision there."""
+        """Return the name and the revision on the Hub, if `folder` is None."""
         name, _, revision = self.path.partition("@")
         return name, revision or "main"
 

@@ -65,8 +65,6 @@ _STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 class Finding(NamedTuple):
-    """One line of the table."""
-
     name: str
     """Of the check; `examine` enters it."""
     state: State

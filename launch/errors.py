@@ -31,7 +31,7 @@ def as_config_error(
 
 
 class ExitStatus(IntEnum):
-    """Of `leeway`."""
+    """Exit statuses of `leeway`."""
 
     OK = 0
     FAILED = 1

@@ -48,7 +48,6 @@ def dotted(location: Sequence[str | int], root: type[BaseModel]) -> str:
 
 
 def shortened(value: object, most: int = 100) -> str:
-    """Return a value for a sentence."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 

@@ -43,8 +43,6 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class ActorPool(WorkerPool):
-    """Actors of one kind."""
-
     config: ActorsConfig
     """The `[actors]` section as it is for this pool."""
 

@@ -332,8 +332,6 @@ NCCL_BYTES = 64 * 2**20
 
 
 class Need(NamedTuple):
-    """Room that a run takes."""
-
     size_bytes: int
     parts: str
 

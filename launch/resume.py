@@ -80,8 +80,6 @@ class History:
 
 
 class Resumption(NamedTuple):
-    """A run that can be resumed."""
-
     plan: Plan
     history: History
     step: int

@@ -340,7 +340,7 @@ def ask(folder: Path, question: Mapping[str, Any], timeout_s: float) -> str:
 
 
 class Control:
-    """The launcher's side."""
+    """Answers, in the launcher, what `ask` writes."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder and remove questions to an earlier launcher of the run."""

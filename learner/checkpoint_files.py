@@ -58,8 +58,6 @@ class TrainingProgress(msgspec.Struct, frozen=True):
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """Size and checksum of a file."""
-
     size_bytes: int
     xxh3: str
 
@@ -74,8 +72,6 @@ class Seal(msgspec.Struct, frozen=True):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True):
-    """Metadata of a checkpoint."""
-
     progress: TrainingProgress
     num_stages: int
     num_replicas: int

@@ -40,8 +40,6 @@ BATCH_TIMEOUT_S = 7200.0
 
 
 class Kind(IntEnum):
-    """Kinds of messages."""
-
     WAITING = 0
     BATCH = 1
     STOP = 2

@@ -72,7 +72,7 @@ class MeshPlace:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A place with its process groups."""
+    """A rank's place, with its process groups."""
 
     place: MeshPlace
     pipeline: dist.ProcessGroup

@@ -95,11 +95,9 @@ class PassesOfBoth(Protocol):
     modules: tuple[StageModule, ...]
     """This rank's stage of each; set before the first pass."""
 
-    def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]:
-        """As `Pipeline.forward_only`, of each network."""
+    def forward_only(self, batch: DeviceBatch) -> list[Tensor | None]: ...
 
-    def train(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None]) -> list[Tensor | None]:
-        """As `Pipeline.train`, of each network."""
+    def train(self, batch: DeviceBatch, coefficients: Sequence[Coefficients | None]) -> list[Tensor | None]: ...
 
 
 @dataclass(eq=False)

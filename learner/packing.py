@@ -59,7 +59,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class PackingRule:
-    """Number and shape of micro-batches."""
+    """The number and the shape of micro-batches."""
 
     token_budget: int
     num_replicas: int = 1

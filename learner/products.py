@@ -182,7 +182,7 @@ class _Map(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LogitRule:
-    """From hidden states to log-probabilities."""
+    """How hidden states become log-probabilities."""
 
     temperature: float
     softcap: float | None = None

@@ -67,8 +67,6 @@ GIVES_UP_EARLIER_S = 5.0
 
 
 class Stage:
-    """One stage of the learner."""
-
     def __init__(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
         """Load nothing before `setup`. The rendezvous, tcp://HOST:PORT, is free on the host of rank 0."""
         self._context = context

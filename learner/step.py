@@ -328,8 +328,6 @@ def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> 
 
 @dataclass(frozen=True)
 class Update:
-    """One update of a step."""
-
     batch: StepBatch
     """What it trained, at the version that it found."""
     result: UpdateResult

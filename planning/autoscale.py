@@ -75,8 +75,6 @@ class PoolState:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Figures of the last step."""
-
     tokens: float
     """Of the completions that ended since the step before, mean."""
     prompt_tokens: float

@@ -26,8 +26,6 @@ _UNREWARDED = Group.new(0, 0, 2)
 
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
-    """A group, from its lease on."""
-
     id: int
     prompt: int
     leased_s: float
@@ -154,8 +152,6 @@ class SimulatedBuffer:
 
 
 class SimulatedPrompts:
-    """The prompts of a simulated run."""
-
     def __init__(self, world: World, stream: PromptStream, seed: int, clock: Callable[[], float]) -> None:
         """Take prompts in the order of a stream or by chance; lengths are learned, and rewards not simulated."""
         self._world, self._stream = world, stream

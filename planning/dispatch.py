@@ -63,7 +63,7 @@ class InOrder:
 
 
 class LongestFirst(InOrder):
-    """Gives the longest."""
+    """Gives the prompt with the longest expected answers."""
 
     def needs_lengths(self, num_lanes: int) -> bool:
         return True

@@ -20,8 +20,6 @@ LEASE_S = 0.025
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine of a profile."""
-
     host: str = ""
     processor: str
     cores: int
@@ -55,8 +53,6 @@ class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of the learner."""
-
     terms: tuple[float, float, float, float]
     """Of `planning.costs.LearnerTime`, seconds, without scores of a reference."""
     num_steps: int
@@ -97,8 +93,6 @@ class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples that were generated."""
-
     prompt_tokens: float
     quantiles: tuple[float, ...]
     """Of the lengths of completions; see `LengthLaw`."""

@@ -58,8 +58,6 @@ _NICE = 10
 
 
 class Expected(NamedTuple):
-    """Predictions for prompts."""
-
     means: npt.NDArray[np.float32]
     """Of each prompt's own part of log tokens."""
     variance: float

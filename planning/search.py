@@ -62,7 +62,7 @@ _PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for
 
 @dataclass(frozen=True)
 class Bounds:
-    """Trained samples per second."""
+    """Bounds of the samples trained per second."""
 
     generation: float
     training: float

@@ -64,8 +64,6 @@ class _Engine:
 
 
 class Simulation:
-    """One run under one seed."""
-
     def __init__(self, world: World, seed: int = 0) -> None:
         self._world, self._costs, self._contract = world, world.costs, world.contract
         self._random = Random(seed)

@@ -32,8 +32,6 @@ _FULL = 0.95
 
 @dataclass(frozen=True)
 class EnginePool:
-    """Engines of one kind."""
-
     name: str
     count: int
     law: TokenTime
@@ -159,8 +157,6 @@ class Costs:
 
 @dataclass(frozen=True)
 class World:
-    """A run to simulate."""
-
     pools: tuple[EnginePool, ...]
     contract: StalenessContract
     buffer: BufferConfig

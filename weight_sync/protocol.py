@@ -88,7 +88,7 @@ class CommitRequest(Message, frozen=True):
 
 
 class StoreFacts(Message, frozen=True):
-    """Answer to StoreRequest."""
+    """Answers `StoreRequest`."""
 
     store_id: str
     folder: str
@@ -96,7 +96,7 @@ class StoreFacts(Message, frozen=True):
 
 
 class Newest(Message, frozen=True):
-    """Answer to NewestRequest."""
+    """Answers `NewestRequest`."""
 
     version: VersionText
 
@@ -112,7 +112,7 @@ class Chunk(Message, frozen=True):
 
 
 class WriteStatus(Message, frozen=True):
-    """Answer to WriteRequest."""
+    """Answers `WriteRequest`."""
 
     num_bytes: Count
     """How many are there, from the start."""

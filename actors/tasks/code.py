@@ -39,8 +39,6 @@ _log = logging.getLogger(__name__)
 
 
 class _Way(NamedTuple):
-    """How programs are run."""
-
     as_nobody: bool
     isolated: bool
 

@@ -63,8 +63,6 @@ ROW_GROUP_ROWS = 65536
 
 
 class Sample(NamedTuple):
-    """One stored sample of a group."""
-
     sample_index: int
     record_id: int
     record: bytes
@@ -210,7 +208,7 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 class ParquetExport(NamedTuple):
-    """What was written."""
+    """What an export wrote."""
 
     num_groups: int
     num_rows: int

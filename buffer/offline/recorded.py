@@ -57,8 +57,6 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class RecordedGroups(NamedTuple):
-    """Some whole groups of a source."""
-
     batch: pa.RecordBatch
     """Of `schema.SCHEMA`, by groups. An unknown log-probability is NaN."""
     rows: npt.NDArray[np.int64] | None
@@ -73,8 +71,6 @@ class RecordedGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """One source."""
-
     path: Path
     is_recorded: bool
     """A run of Leeway made the samples, and counted what its groups lack."""
@@ -123,8 +119,6 @@ class Recorded:
 
 
 class Survey(NamedTuple):
-    """What a source holds."""
-
     num_samples: int
     num_rewarded: int
     num_groups: int

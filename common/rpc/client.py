@@ -43,8 +43,6 @@ R = TypeVar("R")
 
 
 class Ask(NamedTuple):
-    """A request and its body."""
-
     message: Message
     body: bytes | memoryview = b""
 

@@ -44,8 +44,6 @@ class Working(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request cannot be served."""
-
     reason: str
     kind: str = ""
     """RETRY: not now. DAMAGED: the request was damaged on its way. Else a word from which the client makes an error."""
@@ -56,8 +54,6 @@ RETRY, DAMAGED = "retry", "damaged"
 
 
 class Asker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who asks."""
-
     name: Annotated[str, msgspec.Meta(max_length=256)]
     role: Role
     session: Annotated[str, msgspec.Meta(max_length=64)]

@@ -46,8 +46,6 @@ class CannotBind(Exception):
 
 
 class Request(NamedTuple):
-    """A request to answer."""
-
     identity: bytes
     request_id: int
     message: Any

@@ -88,8 +88,6 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool of actors."""
-
     name: str
     wanted: int
     working: int = 0
@@ -103,7 +101,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """All stages together."""
+    """Status of all stages together."""
 
     tokens_per_s: float = 0.0
     """Completion tokens of the newest step over its time and the wait for its batch; less if the next one is late."""
@@ -114,8 +112,6 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The replay buffer."""
-
     sampler: str = ""
     ready_groups: int
     drawn_groups: int
@@ -161,7 +157,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """As in events.jsonl."""
+    """A line of events.jsonl."""
 
     time_s: float
     kind: str
@@ -169,8 +165,6 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """How the command ended."""
-
     at_s: float
     text: str
     exit_status: int

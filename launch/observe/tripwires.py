@@ -50,7 +50,7 @@ PUBLISHING_S = 3.0
 
 @dataclass(frozen=True)
 class Trip:
-    """Something tripped, or is over."""
+    """An alert that begins or ends."""
 
     kind: str
     who: str

@@ -89,8 +89,6 @@ def commonest(by_reason: Mapping[str, int], most: int = NUM_REASONS) -> str:
 
 
 class Pane(NamedTuple):
-    """Rows under one name."""
-
     name: str
     rows: Sequence[Text]
     least: int = 2

@@ -48,7 +48,7 @@ neighbour."""
 
 @dataclass(frozen=True)
 class StagePoll:
-    """What a stage has to tell."""
+    """What a stage reports when it is polled."""
 
     waiting_for: str
     """Whom training waits for now; empty while it computes."""

@@ -77,7 +77,6 @@ class Metrics:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step."""
         return int(self.steps[-1]) if self.steps else 0
 
     def take_in(self, row: Mapping[str, Any]) -> None:
@@ -110,7 +109,7 @@ class Metrics:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the learner, by `TIMES`."""
+        """Return the learner's seconds, by the names of `TIMES`."""
         seconds = {name: self.total(f"time/{name}") for name in TIMES}
         in_steps = math.fsum(seconds.values()) - seconds["wait_for_batch"]
         return {**seconds, "other": max(0.0, self.total("time/step") - in_steps)}
@@ -213,8 +212,6 @@ def _text(text: str | None) -> str | None:
 
 @dataclass
 class RunData:
-    """One run."""
-
     name: str
     root: Path
     config: Mapping[str, Any] = field(default_factory=dict)

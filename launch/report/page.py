@@ -160,8 +160,6 @@ QUESTIONS = {
 
 
 class Tile(NamedTuple):
-    """A headline figure."""
-
     part: str
     name: str
     value: str
