@@ -76,8 +76,7 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
         scorer = Scorer(task.rewards, limits)
         undo.push_async_callback(scorer.close)
         await scorer.start()
-        folder, address = context.weights_folder, context.weights_address
-        access = StoreAccess(config.weight_sync, folder, address, facts.run_id, context.keys)
+        access = StoreAccess.of(config.weight_sync, context)
         puller = await threads.run(open_puller, access, name, config.actors.dtype)
         undo.push_async_callback(threads.run, puller.close)
         client = BufferClient(context.buffer_address, run_id=facts.run_id, role="actor", name=name, keys=context.keys)

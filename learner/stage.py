@@ -168,10 +168,8 @@ class Stage:
 
     def _open_publisher(self) -> Publisher:
         context = self._context
-        folder, address = context.weights_folder, context.weights_address
-        access = StoreAccess(context.config.weight_sync, folder, address, context.facts.run_id, context.keys)
         return Publisher(
-            access.open_sink(f"stage-{self._place.rank}"),
+            StoreAccess.of(context.config.weight_sync, context).open_sink(f"stage-{self._place.rank}"),
             self._place.stage,
             self._place.num_stages,
             context.serving_dtypes,

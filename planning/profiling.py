@@ -236,10 +236,12 @@ class _Run:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         unreadable = as_config_error(f"the run {folder.root} cannot be read: ", OSError)
-        with unreadable, as_config_error(kind=(StatusError, StoreError, ValueError)):
+        with unreadable, as_config_error(kind=(StatusError, StoreError)):
             self.config: Config = load_config(folder.config, [])
             self.status: RunStatus = read_status(folder.status)
-            steps = [row for row in Rows(folder.metrics).read() if not row["skipped"]]
+            with as_config_error(kind=ValueError):
+                rows = list(Rows(folder.metrics).read())
+            steps = [row for row in rows if not row["skipped"]]
             self.model = model_of(self.config) or ""
             self.trained = _trained(folder)
         self.steps = steps[WARM_UP:]

@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.rpc.auth import ClientKeys, is_loopback
 from common.rpc.client import Answer, Ask, Patience, RpcClient, RpcErrors
 from common.rpc.messages import Asker, Done, Message, Role
+from common.run import RunContext
 from common.staleness import PolicyVersion
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
@@ -246,6 +247,10 @@ class StoreAccess:
     """Of the weight service; '' if there is none."""
     run_id: str
     keys: ClientKeys | None = None
+
+    @classmethod
+    def of(cls, config: WeightSyncConfig, context: RunContext[Any]) -> StoreAccess:
+        return cls(config, context.weights_folder, context.weights_address, context.facts.run_id, context.keys)
 
     def client(self, name: str, role: Role) -> WeightClient:
         return WeightClient(self.address, self.run_id, name, role=role, keys=self.keys)
