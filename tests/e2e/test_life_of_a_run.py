@@ -504,7 +504,7 @@ def test_the_last_line_names_its_report_and_the_timeline_has_every_role(run: Lif
     of_actors = {(f"actor-{number}", what) for number in (0, 1) for what in ("generate", "update")}
     assert kinds >= of_actors | {("learner", "step"), ("learner", "wait_for_batch"), ("evaluation", "evaluate")}
     assert ("launch", "phase") in kinds
-    assert ("buffer", "groups ready") in {(event.who, event.name) for event in events if event.ph == "C"}
+    assert ("buffer-0", "groups ready") in {(event.who, event.name) for event in events if event.ph == "C"}
 
 
 def test_its_folder_is_not_trained_into_again(run: Life, capsys):
