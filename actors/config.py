@@ -64,7 +64,7 @@ class ActorsConfig(BaseModel):
         64, "Samples that one actor generates at once, if its engine has room.", basic=True
     )
     admission: AdmissionName = Knob(
-        "cache",
+        "slots",
         "When a sample starts: 'slots': as soon as fewer than max_running_samples run; 'cache': when the "
         "engine's cache is likely to hold all that run to their end, so that few are preempted.",
     )

@@ -140,7 +140,7 @@ def _running(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longe
 
     That is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
     """
-    if pool.kv_tokens == inf or pool.config.admission == "slots":
+    if pool.kv_tokens == inf:
         return float(pool.config.max_running_samples)
     free = MARGIN * _DEVIATION / 2.0
     likely = (sqrt(free**2 + pool.kv_tokens / (prompt_tokens + lengths.at_a_moment)) - free) ** 2

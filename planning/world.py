@@ -41,8 +41,8 @@ class EnginePool:
     price: float = 0.0
 
     def gate(self) -> KvGate[Any] | None:
-        """Return the gate of an idle engine; None if its cache holds whatever it runs, or slots alone decide."""
-        if self.kv_tokens == inf or self.config.admission == "slots":
+        """Return the gate of an idle engine, or of vLLM's own queue; None if its cache holds what it runs."""
+        if self.kv_tokens == inf:
             return None
         gate: KvGate[Any] = KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
         return gate if gate.needs_lengths else None

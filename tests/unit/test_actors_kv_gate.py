@@ -13,7 +13,7 @@ from planning.kv_gate import CacheAdmission, KvGate
 from tests.unit.fake_actor import until
 
 K = 8
-CONFIG = ActorsConfig(group_size=K, max_running_samples=96, max_new_tokens=240, max_prompt_tokens=64)
+CONFIG = ActorsConfig(admission="cache", group_size=K, max_running_samples=96, max_new_tokens=240, max_prompt_tokens=64)
 CACHE = KvCache(100, 32, shares_prompts=False)
 
 
