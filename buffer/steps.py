@@ -179,12 +179,12 @@ class Steps:
         )
 
     def _owed(self, tx: Transaction) -> str:
-        """Who owes groups, and whether more may be leased."""
+        """Return which actors owe groups, and whether more may be leased."""
         owed = []
         still_open = self._groups.index.open
         for group_id in still_open[:MAX_NAMED]:
             group = tx.groups.require(group_id)
-            owner = f"{group.actor} (lease {group.lease_id})" if group.lease_id else "nobody: it waits for an actor"
+            owner = f"{group.actor} (lease {group.lease_id})" if group.lease_id else "no actor yet"
             owed.append(f"group {group_id}, samples {group.missing()} from {owner}")
         text = f"owed: {_some(owed, len(still_open))}; " if owed else ""
         closed = self._leases.closed_because(tx)

@@ -54,8 +54,8 @@ def fetch_model(model: ModelConfig, *, was_here: bool = False) -> Path:
     said = ended.stdout.strip() or f"the download ended with exit status {ended.returncode}"
     if ended.returncode:
         raise ConfigError(
-            f"{MODEL_KEY} = '{model.path}' is no folder, and cannot be fetched from the Hugging Face Hub: {said}; give "
-            "the folder of a checkpoint, or download it elsewhere"
+            f"{MODEL_KEY} = '{model.path}' is not a folder, and cannot be fetched from the Hugging Face Hub: {said}; "
+            "give the folder of a checkpoint, or download it elsewhere"
         )
     return Path(said.splitlines()[-1])
 

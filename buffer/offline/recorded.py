@@ -337,7 +337,7 @@ def _fault(row: FileRow) -> str:
 
 
 def _trajectory(row: FileRow, group_id: int, index: int, prompt_id: int, number: int, written_s: float) -> Trajectory:
-    """Of a version that nobody knows: it counts as older than any of the run that trains on it."""
+    """Return a row as a sample of an unknown version, which counts as older than any of the run."""
     num_tokens = len(row.completion_ids)
     unknown = np.full(num_tokens, np.nan, np.float32)
     return Trajectory(

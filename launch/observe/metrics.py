@@ -227,7 +227,7 @@ class Rows:
                 self._offset = file.seek(0, os.SEEK_END)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows since the last call; none while there is no file.
+        """Yield the rows since the last call; none until the file exists.
 
         Raises:
             ValueError: a line is no JSON.

@@ -1,4 +1,4 @@
-"""The actors of all pools, which come and go singly while the run goes on with what is left; and their evaluations."""
+"""The actors of all pools, which start and end one by one while the others generate; and their evaluations."""
 
 from __future__ import annotations
 

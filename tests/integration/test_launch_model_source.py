@@ -13,7 +13,7 @@ from launch.model_folder import fetch_model
 
 def test_a_model_that_the_hub_does_not_give_is_a_sentence_with_the_reason(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=r"'no/such-model' is no folder, and cannot be fetched .*Error: .*; give"):
+    with pytest.raises(ConfigError, match=r"'no/such-model' is not a folder, and cannot be fetched .*Error: .*; give"):
         fetch_model(ModelConfig(path="no/such-model"))
 
 
