@@ -74,6 +74,14 @@ class PackingRule:
     num_stages: int = 1
     """P, of the pipeline of a replica."""
 
+    @classmethod
+    def of_schedule(
+        cls, schedule: str, num_stages: int, token_budget: int, num_replicas: int, cost: CostModel, unit: Unit
+    ) -> PackingRule:
+        """Return the rule of a pipeline whose schedule decides how many micro-batches it runs."""
+        least, multiple = micro_batches_asked(schedule, num_stages)
+        return cls(token_budget, num_replicas, least, multiple, cost, unit, num_stages)
+
     def num_micro_batches(self, needed: int) -> int:
         """Of all replicas, if `needed` would hold the tokens."""
         per_replica = max(-(-needed // self.num_replicas), self.min_micro_batches, 1)

@@ -50,7 +50,7 @@ from learner.mesh import (
     tells_of_loss,
 )
 from learner.networks import build_reference, load_networks
-from learner.packing import CostModel, PackingRule, micro_batches_asked
+from learner.packing import CostModel, PackingRule
 from learner.report import BadBatches, BadSample, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import PUBLISH_TIMEOUT_S, StoreAccess
@@ -151,7 +151,11 @@ class Stage:
         self._train_step = TrainStep(
             self._networks, self._reference, context.config.algorithm, config, context.facts.seed
         )
-        self._packing = _packing_rule(context)
+        cost = CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True)))
+        unit = context.config.algorithm.needs.separable or "sequence"
+        self._packing = PackingRule.of_schedule(
+            config.schedule, config.num_stages, config.token_budget, config.num_replicas, cost, unit
+        )
         self._checkpoints = Checkpoints(
             context.folder / "checkpoints",
             KEPT_CHECKPOINTS,
@@ -392,17 +396,3 @@ def _make_current(device: torch.device) -> None:
     """Make a device that of this thread: each has its own, and Ray calls a stage from several."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
-    config = context.config.learner
-    least, multiple = micro_batches_asked(config.schedule, config.num_stages)
-    return PackingRule(
-        config.token_budget,
-        num_replicas=config.num_replicas,
-        min_micro_batches=least,
-        multiple=multiple,
-        cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
-        unit=context.config.algorithm.needs.separable or "sequence",
-        num_stages=config.num_stages,
-    )

@@ -179,15 +179,13 @@ class LearnerShape:
     """An update saves a forward pass if every unit lies whole in a micro-batch; False if the whole draw takes one."""
 
     def rule(self, cost: CostModel) -> PackingRule:
-        least, multiple = micro_batches_asked(self.schedule, self.num_stages)
-        return PackingRule(
+        return PackingRule.of_schedule(
+            self.schedule,
+            self.num_stages,
             self.token_budget,
-            num_replicas=self.num_replicas,
-            min_micro_batches=least,
-            multiple=multiple,
-            cost=cost,
-            unit=self.unit,  # type: ignore[arg-type]
-            num_stages=self.num_stages,
+            self.num_replicas,
+            cost,
+            self.unit,  # type: ignore[arg-type]
         )
 
     @property
@@ -229,7 +227,7 @@ class LearnerTime:
         every = -(-len(length_B) // MANY_SAMPLES)
         if every > 1:
             some_B = length_B[np.arange(len(length_B)) // group_size % every == 0]
-            alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit)  # so many are dealt evenly
+            alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit)  # a large number is dealt evenly
             cost_M, unit = self._micro_batches(some_B, prompt_tokens, group_size, alone)
             times = float(length_B.sum() / some_B.sum()) / shape.num_replicas
             least, _ = micro_batches_asked(shape.schedule, shape.num_stages)
