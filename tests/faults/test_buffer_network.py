@@ -14,6 +14,7 @@ import zmq
 from buffer import client as client_module
 from buffer import protocol as p
 from buffer import schema
+from buffer.client import BufferClient
 from buffer.errors import BufferUnavailable
 from tests.faults import netns
 from tests.faults.actor_process import ActorProcess
@@ -143,8 +144,9 @@ def test_control_without_heartbeats_nobody_notices_that_the_link_is_cut(link, fa
 def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was_under_way(
     link, far_service, load_on, show
 ):
-    load = load_on(far_service, draws=False, num_actors=1)
-    (client,) = load.actors
+    load = load_on(far_service, draws=False, num_actors=0)  # publishes, so leases are granted from now on
+    client = BufferClient(far_service.address, run_id=MANY.run_id, role="actor", name="careless")
+    client.connect()
     leases = client.lease(1000).result(60).leases
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -163,6 +165,7 @@ def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was
     time.sleep(2.0)
     socket.close()
     context.term()
+    client.close(0.1)
     load.close()
     far_service.stop()
     lost = sent - Kept.read(far_service.folder).keys
