@@ -50,7 +50,9 @@ def test_a_disk_without_space_for_the_folder_is_refused_before_anything_starts(m
 @pytest.mark.timeout(600)
 def test_a_disk_that_fills_up_ends_the_run_with_a_sentence_and_no_process_stays_and_it_can_be_gone_on_with(mounts):
     disk = mounts.tmpfs("disk", 96)
-    process = start(disk, "--learner.num_steps", "400", "--actors.eval_every", "0")
+    # a checkpoint a step: one that cannot be written ends a run, weights that cannot wait for space until max_lag
+    often = ("--learner.checkpoint_every", "1")
+    process = start(disk, "--learner.num_steps", "400", "--actors.eval_every", "0", *often)
     wait_for_steps(process, disk, 4, timeout_s=LIMIT_S)
     family = descendants(process)
     ballast = fill_up(disk)
