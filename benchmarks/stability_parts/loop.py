@@ -10,13 +10,13 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from actors.tasks.config import ReasoningGymTask
-from actors.tasks.gym import gym_problems, gym_scorer
+from actors.tasks import load_reward, load_task
 from actors.tasks.task import Problem
 from algorithms.base import LossInputs
 from algorithms.corrections import ess_scale, off_policy_metrics
@@ -132,22 +132,23 @@ class Curve:
 class DelayedRun:
     """One run; the task, the model and every knob are those of the config."""
 
-    def __init__(self, overrides: list[str], lag: int, seed: int) -> None:
+    def __init__(self, overrides: list[str], lag: int, seed: int, config: Path = CONFIG) -> None:
         """Load everything.
 
         Args:
             overrides: of the config, as `leeway train` takes them.
             lag: the policy that samples is that of so many updates before the one that trains, or the first one.
             seed: of the prompts' order and the samples.
+            config: of a run. Its task has one reward function, which is not asynchronous.
         """
-        self.config: Config = load_config(CONFIG, overrides)
+        self.config: Config = load_config(config, overrides)
         self.lag = lag
-        assert isinstance(self.config.task, ReasoningGymTask)
-        split = gym_problems(self.config.task)
-        self._scorer = gym_scorer(self.config.task)
+        task = load_task(self.config.task)
+        (reward,) = task.rewards
+        self._scorer = load_reward(reward)
         self._tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
-        self._problems = split.train
-        self._heldout = split.heldout
+        self._problems = task.train
+        self._heldout = task.heldout
         self._order = random.Random(seed)
         self._random = torch.Generator().manual_seed(seed)
         self._policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

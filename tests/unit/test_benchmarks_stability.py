@@ -58,6 +58,21 @@ def test_samples_come_from_the_policy_of_so_many_updates_ago(folder, lag):
     assert not torch.equal(versions[0], versions[1])
 
 
+def test_a_task_of_a_file_is_scored_by_its_own_rewards(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(80)))
+    (tmp_path / "reward.py").write_text(
+        "def even(completions, answer, **columns):\n    return [float(int(each) % 2 == 0) for each in answer]\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npath = "{folder}"\n[task]\ntype = "file"\npath = "rows.jsonl"\nnum_heldout = 8\n'
+        'rewards = ["reward.py:even"]\n[algorithm]\ntype = "trajectory_balance"\n'
+        "[actors]\nmax_prompt_tokens = 8\nmax_new_tokens = 4\n[learner]\ngroups_per_step = 4\n"
+    )
+    run = DelayedRun([], 1, seed=0, config=tmp_path / "run.toml")
+    assert run.accuracy() == sum(int(each.columns["answer"]) % 2 == 0 for each in run._heldout) / len(run._heldout)
+    assert set(run.train(2).reward) <= {step / 4 for step in range(5)}
+
+
 @pytest.mark.parametrize(
     ("accuracies", "stable"),
     [([0.3, 0.4, 0.5, 0.49], True), ([0.3, 0.5, 0.4, 0.41], False), ([0.3, 0.28, 0.2, 0.2], False), ([0.3, 0.3], True)],
