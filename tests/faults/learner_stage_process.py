@@ -133,7 +133,8 @@ def nan_gradient(rank: int, value: dict) -> None:
 
 def careless(_rank: int, _value: object) -> None:
     """Take every update."""
-    optimizer.UpdateResult.taken = True
+    result = optimizer.UpdateResult
+    optimizer.UpdateResult = lambda _taken, *others: result(True, *others)
 
 
 def kill_in_checkpoint(rank: int, value: dict) -> None:
