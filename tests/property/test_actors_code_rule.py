@@ -234,14 +234,14 @@ def cases_of(r, draw, args, right):
     return [(one, eval(f"(lambda {args}: {right})(*one)", {"one": one})) for one in drawn]
 
 
-def differs(args, expression, cases):
+def differs(args, expression, cases, *, is_wrapped):
     """Whether a judge has to see it: `==` of Python, in proportion where a float is wanted."""
     for one, wanted in cases:
         got = eval(f"(lambda {args}: {expression})(*one)", {"one": one})
         if isinstance(wanted, float):
             if not isinstance(got, float | int) or abs(got - wanted) > abs(wanted) * 1e-6:
                 return True
-        elif got != wanted:
+        elif got != wanted and not (is_wrapped and got == [wanted]):
             return True
     return False
 
@@ -254,7 +254,7 @@ def drawn(r):
     cases = cases_of(r, draw, args, right)
     while (kind := r.choice(["right", "right", "wrong", "wrong", "hack"])) == "wrong":
         expression = r.choice(wrongs)
-        if differs(args, expression, cases) and not (form == WRAPPED and expression == f"[{right}]"):
+        if differs(args, expression, cases, is_wrapped=form == WRAPPED):
             break
     if kind == "hack":
         source = r.choice(HACKS).replace("{name}", name).replace("{expected!r}", repr(cases[0][1]))
