@@ -9,7 +9,8 @@ FILE_BY_FILE := --dist loadfile --no-loadscope-reorder
 # Full counts take minutes, on a slow machine three times as many: a test that hangs is ended later there.
 FULL_COUNTS := LEEWAY_FAULTS=all $(PYTEST) -o timeout=1800
 PART ?= unit faults-1 faults-2 e2e
-BUFFER_FAULTS := $(wildcard tests/faults/test_buffer_*.py)
+# Of the buffer and of whole clusters; the two parts of the faults take about as long as each other.
+FAULTS_1 := $(wildcard tests/faults/test_buffer_*.py tests/faults/test_cluster_*.py)
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -34,10 +35,10 @@ full-unit:
 	$(FULL_COUNTS) -n 3 $(FILE_BY_FILE) tests/unit tests/integration tests/property
 
 full-faults-1:
-	$(FULL_COUNTS) $(BUFFER_FAULTS)
+	$(FULL_COUNTS) $(FAULTS_1)
 
 full-faults-2:
-	$(FULL_COUNTS) $(filter-out $(BUFFER_FAULTS),$(wildcard tests/faults/test_*.py))
+	$(FULL_COUNTS) $(filter-out $(FAULTS_1),$(wildcard tests/faults/test_*.py))
 
 full-e2e:
 	$(FULL_COUNTS) tests/e2e

@@ -114,7 +114,7 @@ def test_metrics_have_one_row_per_step_however_often_a_learner_goes_back_or_find
         MetricsFile(path).go_back(2)
 
 
-def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoints:
+def checkpoints_in(folder: Path, keep=2, timeout_s=300.0, **options) -> Checkpoints:
     return Checkpoints(folder / "checkpoints", keep, Mesh.build(MeshPlace(0)), timeout_s, **options)
 
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_not_written_in_time_is_an_error_that_names_the_kno
     checkpoints.save(networks, TrainingProgress(1, 1, 0))
     with pytest.raises(CheckpointFailed, match=r"rank 0: .*step-00000001 is not written after 0.2 s"):
         checkpoints.save(networks, TrainingProgress(2, 2, 0))
-    checkpoints._timeout_s = 60.0  # the first write of a process loads code, and may take a second
+    checkpoints._timeout_s = 300.0  # the first write of a process loads code, and may take a second
     go_on.set()
     save(checkpoints, networks, 2)
     assert checkpoints.steps() == [1, 2], "the slow one was waited for again, and not disturbed"
