@@ -21,7 +21,7 @@ import ray
 
 from common.process import usable_cpus
 from launch.config import Config
-from launch.errors import END_SIGNALS
+from launch.errors import END_SIGNALS, Stopped
 from launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
 from launch.pools import resource_of
 from launch.processes.role_process import RunFailed
@@ -31,7 +31,10 @@ RAY_GOODBYE_S = 3.0
 
 
 def start_ray(config: Config, namespace: str) -> RayWatch:
-    """Start Ray here, or join the cluster at launch.ray_address; RunFailed if that does not work."""
+    """Start Ray here, or join the cluster at launch.ray_address.
+
+    RunFailed if that does not work, Stopped if a SIGTERM comes meanwhile.
+    """
     global _session, _sessions_before
     address = config.launch.ray_address
     _session, _sessions_before = None, frozenset(_sessions())
@@ -47,6 +50,8 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
                 configure_logging=False,
                 **({} if address else _of_this_machine(config)),
             )
+    except SystemExit as error:  # of Ray's own handler of SIGTERM: another thread than this one heard the signal
+        raise Stopped from error
     except Exception as error:  # a node that is late on a busy machine is a bare Exception of Ray's
         where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray does not start here"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,7 +4,9 @@ import codecs
 import json
 import os
 import shutil
+import signal
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +15,7 @@ import pytest
 
 from launch.cli import main
 from launch.config import load_config
-from launch.errors import ExitStatus
+from launch.errors import ExitStatus, Stopped
 from launch.processes.ray_cluster import start_ray
 from launch.processes.role_process import RunFailed
 from launch.run_folder import RunIdentity
@@ -558,3 +560,14 @@ def test_a_ray_that_does_not_start_in_time_is_a_sentence(monkeypatch, error):
         start_ray(load_config(DEMO), "test")
     with pytest.raises(RunFailed, match=r"^no Ray cluster answers at launch.ray_address = .auto.: [^\n]+$"):
         start_ray(load_config(DEMO, ["--launch.ray_address", "auto"]), "test")
+
+
+def test_a_sigterm_that_ray_hears_while_it_starts_stops_the_run_as_one_that_it_does_not(monkeypatch):
+    import ray
+
+    def init(**_: object) -> None:  # as Ray's own handler ends the process, where another thread has taken the signal
+        sys.exit(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Stopped):
+        start_ray(load_config(DEMO), "test")
