@@ -31,10 +31,7 @@ RAY_GOODBYE_S = 3.0
 
 
 def start_ray(config: Config, namespace: str) -> RayWatch:
-    """Start Ray here, or join the cluster at launch.ray_address.
-
-    RunFailed if that does not work, Stopped if a SIGTERM comes meanwhile.
-    """
+    """Start Ray here, or join launch.ray_address; RunFailed if that does not work, Stopped at a SIGTERM meanwhile."""
     global _session, _sessions_before
     address = config.launch.ray_address
     _session, _sessions_before = None, frozenset(_sessions())

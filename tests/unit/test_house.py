@@ -11,10 +11,10 @@ from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
     "files": 152,
-    "lines": 42_776,
-    "lines without planning": 37_687,
+    "lines": 42_778,
+    "lines without planning": 37_689,
     "lines of buffer": 7_251,
-    "lines of launch": 10_900,
+    "lines of launch": 10_902,
     "lines of shell": 910,
     "lines of the report's page": 394,
     "lines of examples": 1_020,
