@@ -329,7 +329,8 @@ def test_a_killed_service_or_actor_is_started_again(run: Life):
         (old, *_) = run.processes(who)
         run.kill(who)
         run.wait_for_restart(told)
-        assert run.processes(who)[0].pid != old.pid
+        # its process may have no command line yet
+        run.wait_for(f"another {who}", lambda who=who, old=old: [e for e in run.processes(who) if e.pid != old.pid])
     run.kill("actor", 0)
     run.wait_for_restart("actor.0 died")
 
