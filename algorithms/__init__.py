@@ -10,7 +10,7 @@ oapl                regression of log(pi / mu) on the optimal advantage
 off_policy_ppo      decoupled PPO, over the advantages of a group, of the batch or of a critic (GAE)
 distillation        on-policy distillation: reverse KL to a teacher, token by token
 corrections         importance weights with truncations and masks, of objectives or of gradients; surrogates of PPO;
-                    how far the data are from the policy; ess_scale: the learning rate if few samples count
+                    how far the data are from the policy
 
 This package imports torch, and of ours only how a user's file is loaded: it knows no pipeline, no buffer and no
 version.

@@ -20,8 +20,7 @@ it is multiplied by the weight, and the loss keeps its value. All log ratios are
 gradient passes a weight.
 
 `off_policy_metrics` measures mismatch, chi-square divergence and effective sample size of rho, once per update. The
-last is the share of the samples that count once each is weighed by rho. If it is low, a few samples decide the update,
-and below a budget `ess_scale` lowers the learning rate.
+last is the share of the samples that count once each is weighed by rho. If it is low, a few samples decide the update.
 
 References:
     Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855; PPO, arXiv 1707.06347;
@@ -339,12 +338,3 @@ def off_policy_metrics(inputs: LossInputs, fresh_T: Tensor, weights_T: Tensor | 
         metrics["off_policy/ess_sequence_truncated"] = effective_sample_share(applied_B)
         metrics["off_policy/masked_frac"] = float((weights_T == 0).sum()) / weights_T.numel()
     return metrics
-
-
-def ess_scale(ess: float | None, budget: float) -> float:
-    """Return the factor of the learning rate of an update, from its effective sample share; None: the data do not tell.
-
-    Below the budget the rate falls with the square root of ess / budget, as for a batch that is smaller by that factor
-    under Adam.
-    """
-    return 1.0 if ess is None or ess >= budget else float((ess / budget) ** 0.5)

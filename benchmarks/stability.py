@@ -112,8 +112,6 @@ IPO = ("--algorithm.variant", "ipo")
 ROWS = (
     _ships("trajectory_balance"),
     _unweighted("trajectory_balance"),
-    _candidate("trajectory_balance, weights, ess_budget 0.5", "--learner.ess_budget", "0.5"),
-    _candidate("trajectory_balance, no weights, ess_budget 0.5", *NONE, "--learner.ess_budget", "0.5"),
     _candidate("trajectory_balance, weights up to 1", "--algorithm.corrections", '[{type = "token_tis", cap = 1.0}]'),
     _candidate("trajectory_balance, raw weights in [0.5, 5], else 0", "--algorithm.corrections", '["icepop"]'),
     _candidate("trajectory_balance, weights of sequences", "--algorithm.corrections", '["sequence_tis"]'),
@@ -194,7 +192,7 @@ def run(task: Task) -> Result:
 
 def as_shipped(row: Row, lag: int) -> Result:
     """Accuracies of the whole run of the config."""
-    delayed = DelayedRun(list(row.overrides), lag, SEED)
+    delayed = DelayedRun([*row.overrides, "--weight_sync.max_lag", str(lag)], SEED)
     curve = delayed.train(delayed.config.learner.num_steps)
     return {
         "greedy": delayed.accuracy(greedy=True),
@@ -224,7 +222,7 @@ def greatest_rate(row: Row, lag: int) -> Result:
 
 def _try(row: Row, lag: int, rate: float, tried: dict[float, Sequence[float]]) -> bool:
     overrides = [*row.overrides, "--learner.learning_rate", f"{rate:g}", "--learner.lr_schedule", "constant"]
-    delayed = DelayedRun(overrides, lag, SEED)
+    delayed = DelayedRun([*overrides, "--weight_sync.max_lag", str(lag)], SEED)
     before = delayed.accuracy()
     curve = delayed.train(max(NUM_UPDATES, LAGS_SEEN * lag), eval_every=EVAL_EVERY)
     tried[rate] = [round(value, 4) for value in (before, *curve.sampled.values())]

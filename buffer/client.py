@@ -257,8 +257,17 @@ class BufferClient:
         request = p.BeginIncarnation(self._asker.session, version, step)
         return self._then(self._transport.submit(request), begun)
 
-    def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Future[Draw]:
-        request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
+    def draw(
+        self,
+        step: int,
+        version: int,
+        incarnation: int,
+        num_groups: int,
+        wait_s: float,
+        allowed_lag: int | None = None,
+    ) -> Future[Draw]:
+        """Ask for the groups of a step, and say up to which lag new ones may be leased; see `protocol.DrawRequest`."""
+        request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, allowed_lag)
         return self._ask_with_body(request, p.DrawReply, Draw, wait_s)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:

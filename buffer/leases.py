@@ -43,6 +43,8 @@ class Leases:
         """Actor -> the epoch and number of its last request that was granted nothing."""
         self._closed_at_s = -inf
         """When a request was last granted less than it asked for."""
+        self.allowed_lag: int | None = None
+        """As the learner said with its last draw; None: it has not, or asks for no less than `max_lag`."""
 
     def restart(self, tx: Transaction) -> None:
         """After the service started: every open lease gets its full time again."""
@@ -225,6 +227,7 @@ class Leases:
             self.outstanding(tx),
             version=state.version,
             published=state.effective(state.published),
+            allowed=self.allowed_lag,
         )
 
     def _granted(self, tx: Transaction, leases: list[Lease], hand_on_at: int) -> LeaseGrant:

@@ -105,6 +105,8 @@ class DrawRequest(Message, frozen=True):
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     wait_s: Seconds
     """The service answers at the latest after this time, ready or not."""
+    allowed_lag: Count | None = None
+    """From now on new groups are leased as if this were `max_lag`, where it is less; None: by `max_lag` itself."""
 
 
 class WriteScores(Message, frozen=True):

@@ -47,6 +47,7 @@ class Steps:
         """
         state = tx.state
         self._check(tx, request)
+        self._leases.allowed_lag = request.allowed_lag
         draw = tx.draws.get(request.step)
         is_over = request.step not in state.pending_draws
         if draw is not None and draw.incarnation == state.incarnation and (is_over or draw.version == request.version):

@@ -157,14 +157,14 @@ class StalenessContract:
         self.updates_per_step = updates_per_step
         self.actor_lag = config.actor_lag_for(updates_per_step)
         """A: how many versions behind the newest published one a request of a lease may start."""
-        fresh = self.actor_lag + config.publish_every - 1
-        need = fresh + updates_per_step - 1
-        if config.max_lag != "unbounded" and config.max_lag < need:
+        if config.max_lag != "unbounded" and config.max_lag < self.least:
+            fresh = self.least - (updates_per_step - 1)
             raise ValueError(
                 f"weight_sync.max_lag = {config.max_lag} can never be met with {updates_per_step} updates per step "
                 f"(learner.num_minibatches * learner.num_epochs): the last of them trains {updates_per_step - 1} "
                 f"versions after the first, on samples that may be {fresh} versions old by then. "
-                f"Raise weight_sync.max_lag to {need} or more, or lower learner.num_minibatches or learner.num_epochs"
+                f"Raise weight_sync.max_lag to {self.least} or more, or lower learner.num_minibatches or "
+                "learner.num_epochs"
             )
 
     def bound(self) -> int | None:
@@ -172,15 +172,25 @@ class StalenessContract:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def capacity(self) -> int:
-        """How many groups may be outstanding at once: in flight, waiting, or drawn for an unfinished step."""
+    @property
+    def least(self) -> int:
+        """The least bound with these knobs and updates: by then the last update of a step has trained fresh samples."""
+        return self.actor_lag + self.config.publish_every - 1 + self.updates_per_step - 1
+
+    def admitted_lag(self, allowed: int | None) -> int | None:
+        """The bound that admission counts with: `max_lag`, or what the learner allows, but never less than `least`."""
         bound = self.bound()
+        return bound if bound is None or allowed is None else min(bound, max(self.least, allowed))
+
+    def capacity(self, allowed: int | None = None) -> int:
+        """How many groups may be outstanding at once: in flight, waiting, or drawn for an unfinished step."""
+        bound = self.admitted_lag(allowed)
         if bound is None:
             return UNBOUNDED_STEPS * self.groups_per_step
         room = bound - self.actor_lag - (self.config.publish_every - 1) + 1
         return room // self.updates_per_step * self.groups_per_step
 
-    def admit(self, outstanding: int, *, version: int, published: int) -> str:
+    def admit(self, outstanding: int, *, version: int, published: int, allowed: int | None = None) -> str:
         """Return why no other group may start; '' if one may.
 
         Two checks. The room counts on weights that are published when they are due. The other counts how far
@@ -192,11 +202,14 @@ class StalenessContract:
             outstanding: groups in flight, waiting, or drawn for an unfinished step.
             version: the learner's, by its finished steps.
             published: the newest published version; what it counts with if it was abandoned.
+            allowed: the lag that the learner allows new groups (`learner.lag_control`); None: `max_lag`.
         """
-        if outstanding >= self.capacity():
-            return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
+        bound = self.admitted_lag(allowed)
+        if outstanding >= self.capacity(allowed):
+            limit = "the staleness bound" if bound == self.bound() else f"a lag of {bound}, which lag control asks for,"
+            return f"{outstanding} groups are outstanding, which is all that {limit} allows"
         begins_at = self.latest_version(version, outstanding // self.groups_per_step)
-        if not self.usable(self.min_version(published), begins_at):
+        if not self._is_within(bound, self.min_version(published), begins_at):
             return f"the learner is at version {version}, the newest published is {published}"
         return ""
 
@@ -235,7 +248,9 @@ class StalenessContract:
 
         It must hold for the last update of the step.
         """
-        bound = self.bound()
+        return self._is_within(self.bound(), oldest, version)
+
+    def _is_within(self, bound: int | None, oldest: int, version: int) -> bool:
         return bound is None or version + self.updates_per_step - 1 - oldest <= bound
 
     def steps_left(self, oldest: int, version: int) -> int | None:

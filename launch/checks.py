@@ -137,7 +137,8 @@ class Plan:
                 f"learner    {_pipeline(config)}; {config.learner.num_steps} steps of "
                 f"{config.learner.groups_per_step} prompts ({samples} samples), {updates} each",
                 *([] if self.model is None else _layers(config)),
-                f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
+                f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}, "
+                f"lag control {'on' if config.weight_sync.controls_lag else 'off'}",
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
                 f"{self.weights_folder}",
                 *describe_gpus(config),

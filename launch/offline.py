@@ -163,8 +163,6 @@ def _faults_of_samples(config: Config, found: Survey, path: Path, *, is_recorded
             f"{missing}, and algorithm.type = '{name}' as it is set reads them: give them, or use trajectory_balance "
             "or online_dpo with algorithm.corrections = []"
         )
-    if found.num_unknown and config.learner.ess_budget is not None:
-        yield f"{missing}, and learner.ess_budget reads them: give them, or leave it out"
     if not found.num_rewarded:
         by = f", and buffer.sampler = '{sampler}' weighs by rewards" if sampler in BY_REWARD else ""
         yield f"{path}: none of {found.num_samples} samples has a reward, and {name} trains on rewards{by}: give them"

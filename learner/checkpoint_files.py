@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common.files import replace_durably
 from common.hf_folder import complete_folder, model_identity, shard_name
+from learner.lag_control import LagState
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -55,6 +56,8 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     incarnation: int
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Steps in a row without a finite loss or gradient, as learner.report counts them."""
+    lag_control: LagState | None = None
+    """None where lag is not controlled, or before the first update."""
 
 
 class Seal(msgspec.Struct, frozen=True):

@@ -75,14 +75,6 @@ class LearnerConfig(BaseModel):
     max_grad_norm: PositiveFloat = Knob(
         1.0, "Gradient norm over all stages is clipped to this; a critic's, model or value head, on its own."
     )
-    ess_budget: float | None = Knob(
-        None,
-        "Share of the samples that must count (effective sample size): below it an update's learning rate is scaled by "
-        "sqrt(ess / ess_budget). Unset: it is logged and does not act.",
-        basic=True,
-        gt=0,
-        le=1,
-    )
     checkpoint_every: PositiveInt = Knob(50, "Steps between checkpoints.", basic=True)
     cpus: float = Knob(0.5, "Ray CPUs reserved per stage, and threads that it computes with.", ge=0)
     gpus: float = Knob(0.0, "GPUs per stage: 0 or 1.", basic=True, ge=0)

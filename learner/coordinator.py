@@ -130,10 +130,18 @@ class Coordinator:
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
-    def draw(self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None]) -> Draw | None:
+    def draw(
+        self,
+        step: int,
+        version: int,
+        stop: threading.Event,
+        while_waiting: Callable[[], None],
+        allowed_lag: int | None = None,
+    ) -> Draw | None:
         """Return the batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
 
-        `while_waiting` is called, and a heartbeat sent, about every second. NoBatch if none came within
+        Meanwhile new groups are leased up to `allowed_lag`. `while_waiting` is called, and a heartbeat sent, about
+        every second. NoBatch if none came within
         `BATCH_TIMEOUT_S`, TimeoutError if no answer did, as of a service whose disk is full.
         """
         self.settle()
@@ -142,7 +150,9 @@ class Coordinator:
         self.waiting_for = f"the batch of step {step}"
         while not stop.is_set():
             while_waiting()
-            future = self._client.draw(step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S)
+            future = self._client.draw(
+                step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S, allowed_lag
+            )
             draw = self._answer(future, f"draw step {step}", deadline=deadline_s + REQUEST_TIMEOUT_S)
             if draw.ready:
                 self.waiting_for = ""

@@ -37,6 +37,7 @@ from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
 from learner.decoders import cost_of
 from learner.device import device_of, settle
+from learner.lag_control import LagControl
 from learner.mesh import (
     COLLECTIVE_TIMEOUT_S,
     Agreement,
@@ -74,6 +75,7 @@ class Stage:
         self._place = MeshPlace(rank, config.num_stages, config.num_replicas)
         self._rendezvous = rendezvous
         self._contract = context.facts.contract
+        self._control = LagControl(self._contract) if context.config.weight_sync.controls_lag else None
         self._device = torch.device("cpu")
         self._stop = threading.Event()
         self._coordinator: Coordinator | None = None
@@ -149,7 +151,12 @@ class Stage:
         self._ranks.say("")
         logger.info("%s has loaded its weights", place.name)
         self._train_step = TrainStep(
-            self._networks, self._reference, context.config.algorithm, config, context.facts.seed
+            self._networks,
+            self._reference,
+            context.config.algorithm,
+            config,
+            context.facts.seed,
+            control=self._control,
         )
         cost = CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True)))
         unit = context.config.algorithm.needs.separable or "sequence"
@@ -188,6 +195,8 @@ class Stage:
         if resumed is not None:
             self._progress, self._saved_step = resumed, resumed.step
             self._bad_batches.non_finite_steps = resumed.non_finite_steps
+            if self._control is not None and resumed.lag_control is not None:
+                self._control.state = resumed.lag_control
 
     def _begin_incarnation(self, deadline: float) -> None:
         """Open one, and send all ranks from which version each resumed, for losses that read lags.
@@ -227,7 +236,8 @@ class Stage:
             return self._hear_of_batch()
         try:
             self._release_draws()
-            draw = self._coordinator.draw(step, self._progress.version, self._stop, self._make_up)
+            allowed = None if self._control is None else self._control.allowed
+            draw = self._coordinator.draw(step, self._progress.version, self._stop, self._make_up, allowed)
             if draw is not None:
                 self._coordinator.check_age(draw, self._progress.version)
         except (TimeoutError, BufferError, CheckpointFailed, PublishFailed, StaleTokens) as error:
@@ -267,7 +277,8 @@ class Stage:
             dist.barrier()  # who raises first ends the others, and the draw must be on disk by then
             raise BadSample(f"step {step}: {error}; {kept}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
-        self._progress = structs.replace(self._progress, step=step, version=result.version)
+        control = None if self._control is None else self._control.state
+        self._progress = structs.replace(self._progress, step=step, version=result.version, lag_control=control)
         times = StepTimes(asked_s, started_s, wall_time())
         if self._coordinator is not None and own is not None:
             if result.new_scores:

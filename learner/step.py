@@ -26,21 +26,22 @@ import torch
 from torch import Tensor
 
 from algorithms.base import LossInputs
-from algorithms.corrections import ess_scale, off_policy_metrics
+from algorithms.corrections import off_policy_metrics
 from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
+from learner.lag_control import OLDER_TOKENS, LagControl, drift_of, masked
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks, Reference, Scores
-from learner.optimizer import UpdateResult
+from learner.optimizer import UpdateResult, learning_rate
 from learner.packing import MOST_EVALUATED, IntArray
 
 BetweenUpdates = Callable[[int], object]
 Metrics = dict[str, float | None]
 
-ESS_METRIC = "off_policy/ess_sequence"
-"""Compared with learner.ess_budget: of pi_prox / mu over sequences, to which rewards belong. It says how old the
-data are whatever the loss does about it."""
+
+OF_CONTROL = ("lag/allowed", "brake/lr_scale", "brake/masked_frac")
+"""Metrics that are null where lag is not controlled."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,12 @@ class TrainStep:
         config: LearnerConfig,
         seed: int = 0,
         *,
+        control: LagControl | None = None,
         one_pass: bool = True,
     ) -> None:
         """The seed, of the order of minibatches, is the same on all ranks.
 
+        Lag control masks gradients where losses are evaluated, and is asked for each rate on the coordinator alone.
         Without `one_pass` a separable loss takes two passes as well, to compare them.
         """
         self._networks = networks
@@ -91,6 +94,7 @@ class TrainStep:
         self._reads_start = algorithm.needs.proximal or has_critic
         self._separable = algorithm.needs.separable if one_pass and not has_critic else None
         self._loss = loss_for(algorithm)
+        self._control = control
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
         """Take step `step`, counted from 0, with the same batch, at the version that it begins with, on all ranks.
@@ -121,7 +125,7 @@ class TrainStep:
                 clock.lap("time/publish")
             # as the learning rate, as if no update were skipped: a schedule ends with the run
             update = step * self._config.updates_per_step + number
-            part = draw.part(sequences, version, self._config.progress(update))
+            part = draw.part(sequences, version, update)
             if self._takes_one_pass(part.batch):
                 evaluation = self._train_at_once(part, clock)
             else:
@@ -133,8 +137,9 @@ class TrainStep:
             version += updates[-1].result.taken
         distances, by_actor = draw.distances()
         clock.lap("time/loss")
-        means = mean_metrics(updates, acts_on_ess=self._config.ess_budget is not None)
-        return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores, by_actor)
+        return StepResult(
+            version, tuple(updates), {**mean_metrics(updates), **distances, **clock.laps_s}, new_scores, by_actor
+        )
 
     def _takes_one_pass(self, batch: StepBatch) -> bool:
         """Return whether that is allowed, and cheaper: each micro-batch has the loss of the whole batch evaluated."""
@@ -173,7 +178,7 @@ class TrainStep:
             return None
         # what stands in for the tokens of other micro-batches does not matter: they are of other units of the loss
         blank = Leaves(torch.zeros_like(part.reference_T))
-        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, part.progress)
+        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, self._progress(part))
 
         def gradient(where: Tensor, logprobs: Tensor) -> Tensor:
             logprobs_T = blank.logprobs_T.index_copy(0, where, logprobs)
@@ -181,9 +186,16 @@ class TrainStep:
             if part.old is None:
                 inputs = replace(inputs, proximal_logprobs_T=logprobs_T)
             with torch.enable_grad():  # with every micro-batch, so nothing is read back from the device
-                return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0][where]
+                return self._pushed(torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0], inputs)[where]
 
         return gradient
+
+    def _pushed(self, gradient_T: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the gradient that is followed."""
+        return gradient_T if self._control is None else masked(gradient_T, inputs)
+
+    def _progress(self, part: _Part) -> float:
+        return self._config.progress(part.update)
 
     def _evaluate(self, part: _Part, leaves: Leaves | None) -> LossEvaluation | None:
         if not self._networks.mesh.place.is_coordinator:
@@ -191,19 +203,25 @@ class TrainStep:
         assert leaves is not None, "the coordinator has the last stage"
         assert part.old is not None, "the coordinator has the last stage"
         assert part.reference_T is not None, "the coordinator has the last stage"
-        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, part.progress)
+        inputs = part.batch.loss_inputs(leaves, part.old, part.reference_T, self._progress(part))
         output = self._loss(inputs)
         if output.weights_T is not None:
             part.draw.applied_T[part.where_T] = output.weights_T
         wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
-        gradients = torch.autograd.grad(output.loss, wanted)
-        metrics: Metrics = {**output.metrics, "loss": output.loss.item()}
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients)):
+        gradient_T, *of_values = torch.autograd.grad(output.loss, wanted)
+        drift = drift_of(inputs)
+        metrics: Metrics = {**dict.fromkeys(OF_CONTROL), **output.metrics, "loss": output.loss.item()}
+        metrics["lag/drift"] = drift
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, gradient_T, *of_values)):
             return LossEvaluation(None, math.nan, metrics)
-        lr_scale = 1.0
-        if self._config.ess_budget is not None:
-            lr_scale = ess_scale(distance(part.batch, inputs, output.weights_T)[ESS_METRIC], self._config.ess_budget)
-        return LossEvaluation(Leaves(*gradients), lr_scale, metrics)
+        if self._control is None:
+            return LossEvaluation(Leaves(gradient_T, *of_values), 1.0, metrics)
+        pushed_T = masked(gradient_T, inputs)
+        lag = float(np.quantile(part.batch.lag_T, OLDER_TOKENS)) if drift is not None else 0.0
+        lr_scale = self._control.take_in(drift, lag, learning_rate(self._config, part.update))
+        num_masked, num_tokens = int((pushed_T != gradient_T).sum()), max(1, gradient_T.numel())
+        metrics |= zip(OF_CONTROL, (self._control.allowed, lr_scale, num_masked / num_tokens), strict=True)
+        return LossEvaluation(Leaves(pushed_T, *of_values), lr_scale, metrics)
 
 
 @dataclass
@@ -217,7 +235,8 @@ class _Part:
     old: Leaves | None
     """Log-probabilities of the policy at the start of the draw, and the critic's values; or of the policy that this
     update met, if the loss does not read them."""
-    progress: float
+    update: int
+    """0-based, over all steps."""
 
     @property
     def is_whole(self) -> bool:
@@ -244,8 +263,8 @@ class _Draw:
     first: _Part | None = None
     """The first part that met the policy, which was as at the start."""
 
-    def part(self, sequences: IntArray, version: int, progress: float = 0.0) -> _Part:
-        """Return some of its sequences, to be trained at a version; `progress` as in `LossInputs`."""
+    def part(self, sequences: IntArray, version: int, update: int = 0) -> _Part:
+        """Return some of its sequences, to be trained at a version."""
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self.applied_T.device)
         old = None if self.old is None else self.old.of(where_T)
         reference_T = None if self.reference_T is None else self.reference_T[where_T]
@@ -254,7 +273,7 @@ class _Draw:
         else:
             batch = self.batch.part(sequences, version)
             on_device = self.networks.on_device(batch.packed)
-        return _Part(self, batch, on_device, where_T, reference_T, old, progress)
+        return _Part(self, batch, on_device, where_T, reference_T, old, update)
 
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
         """On the coordinator: return how far the data were from the policy when the draw began; of lag 0 by actor too.
@@ -340,10 +359,10 @@ def counted(updates: Sequence[Update]) -> list[Update]:
     return [update for update in updates if update.result.taken] or list(updates)
 
 
-def mean_metrics(updates: Sequence[Update], *, acts_on_ess: bool) -> Metrics:
+def mean_metrics(updates: Sequence[Update]) -> Metrics:
     """Return means over the updates of a step, weighted by completion tokens; None where no update has the metric."""
     chosen = counted(updates)
-    rows = [_row(update, acts_on_ess=acts_on_ess) for update in chosen]
+    rows = [_row(update) for update in chosen]
     weights = [max(1, len(update.batch.sequence_T)) for update in chosen]
     means: Metrics = {}
     for name in {name: None for row in rows for name in row}:
@@ -355,9 +374,8 @@ def mean_metrics(updates: Sequence[Update], *, acts_on_ess: bool) -> Metrics:
     return means
 
 
-def _row(update: Update, *, acts_on_ess: bool) -> Metrics:
+def _row(update: Update) -> Metrics:
     result = update.result
     row: Metrics = {**update.metrics, "lr": result.learning_rate}
     row |= dict(zip(("grad_norm", "critic/grad_norm"), result.grad_norms, strict=False))
-    row["ess/lr_scale"] = result.lr_scale if acts_on_ess and result.taken else None
     return row

@@ -67,7 +67,6 @@ CORRECTIONS_SHOWN = {
     f"{PPO}+geometric_mask": ("#7b4fa3", ":"),
     f"{PPO}+gspo": ("#e08a1e", "-"),
     f"{PPO}+cispo": ("#e08a1e", ":"),
-    f"{PPO}+ess": ("#555555", ":"),
     f"{PPO}+interpolated": ("#8c564b", ":"),
 }
 """The same on the right."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from algorithms.base import AlgorithmSection, LossInputs
-from algorithms.corrections import ess_scale, off_policy_metrics
 from algorithms.distillation import DistillationConfig
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
@@ -62,13 +61,12 @@ class Row:
     name: str
     config: AlgorithmSection
     learning_rate: float
-    ess_budget: float | None = None
     has_teacher: bool = False
     """Is pi* itself in the place of the reference?"""
 
 
-def _ppo(name: str, learning_rate: float, ess_budget: float | None = None, **keys: Any) -> Row:  # noqa: ANN401
-    return Row("off_policy_ppo" + name, OffPolicyPPOConfig(kl_beta=BETA, **keys), learning_rate, ess_budget)
+def _ppo(name: str, learning_rate: float, **keys: Any) -> Row:  # noqa: ANN401
+    return Row("off_policy_ppo" + name, OffPolicyPPOConfig(kl_beta=BETA, **keys), learning_rate)
 
 
 def _dpo(name: str, learning_rate: float, **keys: Any) -> Row:  # noqa: ANN401
@@ -96,7 +94,6 @@ ROWS = (
     _ppo("+batch", 1e-2, baseline="batch"),
     _ppo("+entropy", 1e-2, entropy_coef=0.01),
     _ppo("+critic", 1e-2, baseline="value_head"),
-    _ppo("+ess", 1e-2, ess_budget=0.5),
     Row("distillation", DistillationConfig(), 1e-2, has_teacher=True),
 )
 
@@ -159,7 +156,7 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
                 choices_PC, values_PN = policy()
                 past.append(choices_PC.detach())
                 inputs = loss_inputs(draw, groups, choices_PC, values_PN, age(lag, began, num_updates))
-                if not update(policy, adam, loss, inputs, learning_rate, row.ess_budget):
+                if not update(policy, adam, loss, inputs, learning_rate):
                     return Outcome(None, None)
                 num_updates += 1
     logprobs_PS = sequence_logprobs(policy)
@@ -219,13 +216,9 @@ def update(
     loss: Loss,
     inputs: LossInputs,
     learning_rate: float,
-    ess_budget: float | None,
 ) -> bool:
-    """One optimizer step, at a rate that the effective sample size may lower. False: the gradient is not finite."""
+    """One optimizer step. False: the gradient is not finite."""
     output = loss(inputs)
-    if ess_budget is not None:
-        metrics = off_policy_metrics(inputs, inputs.finished_B[inputs.sequence_T], output.weights_T)
-        learning_rate *= ess_scale(metrics["off_policy/ess_sequence"], ess_budget)
     adam.zero_grad()
     output.loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)

@@ -1,11 +1,13 @@
-"""Trains a config in one process and one thread, on samples of the policy of so many updates ago.
+"""Trains a config in one process and one thread, on samples that wait in a queue as they do in the buffer.
 
-The lag of the system, without the system: a Sampler stands in the place of the engine.
+The lag of the system, without the system: a Sampler stands in the place of the engine. What admits new samples is the
+run's `StalenessContract`, and what controls lag its `LagControl`.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -19,19 +21,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from actors.tasks import load_reward, load_task
 from actors.tasks.task import Problem
 from algorithms.base import LossInputs
-from algorithms.corrections import ess_scale, off_policy_metrics
+from algorithms.corrections import off_policy_metrics
 from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
+from common.staleness import StalenessContract
 from launch.config import Config, load_config
+from learner.lag_control import OLDER_TOKENS, LagControl, drift_of, masked
 from learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
-from learner.step import ESS_METRIC
 
 CONFIG = ROOT / "examples" / "sums.toml"
+PARTS = 4
+"""Of a step: so finely new samples are admitted."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """B completions; T runs over their tokens, in order, with the end-of-sequence token where there is one."""
+    """B completions of one policy or several; T runs over their tokens, in order, also those that end a sequence."""
 
     prompts: list[list[int]]
     """Of each completion."""
@@ -113,12 +118,30 @@ def completion_logprobs(model: PreTrainedModel, samples: Samples, pad: int) -> T
     return logprobs_T
 
 
+@dataclass(frozen=True)
+class Part:
+    """Some groups that wait to be trained."""
+
+    version: int
+    """Of the policy that sampled them."""
+    samples: Samples
+    rewards_B: Tensor
+
+
 @dataclass
 class Curve:
     """What a run came to, an entry for each update."""
 
     reward: list[float] = field(default_factory=list)
-    """Mean over the samples that it trained, so of the policy of `lag` updates ago."""
+    """Mean over the samples that it trained."""
+    lag: list[float] = field(default_factory=list)
+    """Mean over their tokens."""
+    allowed: list[int] = field(default_factory=list)
+    """Lag up to which new ones were admitted after it."""
+    drift: list[float] = field(default_factory=list)
+    lr_scale: list[float] = field(default_factory=list)
+    masked: list[float] = field(default_factory=list)
+    """Share of the tokens."""
     ess: list[float] = field(default_factory=list)
     """Effective sample share over sequences, raw weights."""
     k1: list[float] = field(default_factory=list)
@@ -127,22 +150,28 @@ class Curve:
     grad_norm: list[float] = field(default_factory=list)
     sampled: dict[int, float] = field(default_factory=dict)
     """Number of updates -> accuracy on the held-out problems, at temperature 1."""
+    greedy: dict[int, float] = field(default_factory=dict)
 
 
 class DelayedRun:
-    """One run; the task, the model and every knob are those of the config."""
+    """One run; the task, the model and every knob are those of the config, whose steps have one update."""
 
-    def __init__(self, overrides: list[str], lag: int, seed: int, config: Path = CONFIG) -> None:
+    def __init__(self, overrides: list[str], seed: int, config: Path = CONFIG, pace: float = 2.0) -> None:
         """Load everything.
 
         Args:
             overrides: of the config, as `leeway train` takes them.
-            lag: the policy that samples is that of so many updates before the one that trains, or the first one.
             seed: of the prompts' order and the samples.
-            config: of a run. Its task has one reward function, which is not asynchronous.
+            config: of a run. Its task has one reward function, which is not asynchronous, and its max_lag is a number.
+            pace: steps' worth of samples that could be generated while one is trained. Above 1 the queue is always as
+                full as admission lets it be, and every token as old as that.
         """
         self.config: Config = load_config(config, overrides)
-        self.lag = lag
+        learner = self.config.learner
+        self._contract = StalenessContract(self.config.weight_sync, learner.groups_per_step)
+        self._control = LagControl(self._contract) if self.config.weight_sync.controls_lag else None
+        self._pace = pace
+        self._part_size = learner.groups_per_step // PARTS
         task = load_task(self.config.task)
         (reward,) = task.rewards
         self._scorer = load_reward(reward)
@@ -157,7 +186,10 @@ class DelayedRun:
         self._reference = copy.deepcopy(self._policy)
         self._behaviour = copy.deepcopy(self._policy)
         self._sampler = Sampler(self._behaviour, self._pad, self._eos, self.config.actors.max_new_tokens)
-        self._past: deque[list[Tensor]] = deque(maxlen=lag + 1)
+        self._past: deque[list[Tensor]] = deque(maxlen=self._contract.actor_lag + 1)
+        """Weights of the newest versions, which actors may still serve."""
+        self._prompts: list[Problem] = []
+        self._queue: deque[Part] = deque()
         self._adam = torch.optim.AdamW(
             self._policy.parameters(),
             betas=ADAM_BETAS,
@@ -177,18 +209,37 @@ class DelayedRun:
     def train(self, num_updates: int, eval_every: int = 0) -> Curve:
         """Take so many updates, and evaluate after the last."""
         curve = Curve()
-        queue: list[Problem] = []
-        for number in range(num_updates):
+        for version in range(num_updates):
             self._past.append([parameter.detach().clone() for parameter in self._policy.parameters()])
-            self._load(self._past[0])
-            if len(queue) < self.config.learner.groups_per_step:
-                queue = self._order.sample(self._problems, len(self._problems))
-            drawn = [queue.pop() for _ in range(self.config.learner.groups_per_step)]
-            samples, rewards_B = self._answers(drawn, self.config.actors.group_size, self._random)
-            self._update(number, samples, rewards_B, curve)
-            if number + 1 == num_updates or (eval_every and (number + 1) % eval_every == 0):
-                curve.sampled[number + 1] = self.accuracy()
+            if version == 0:
+                self._fill(version, math.inf, 0)
+            while len(self._queue) < PARTS:  # the learner waits
+                self._generate(version)
+            drawn = [self._queue.popleft() for _ in range(PARTS)]
+            self._fill(version, PARTS * self._pace, self.config.learner.groups_per_step)
+            self._update(version, drawn, curve)
+            if version + 1 == num_updates or (eval_every and (version + 1) % eval_every == 0):
+                curve.sampled[version + 1] = self.accuracy()
+                curve.greedy[version + 1] = self.accuracy(greedy=True)
         return curve
+
+    def _fill(self, version: int, most: float, held: int) -> None:
+        """Generate up to `most` parts while admission is open and a step holds so many groups."""
+        allowed = None if self._control is None else self._control.allowed
+        while most > 0 and not self._contract.admit(
+            len(self._queue) * self._part_size + held, version=version, published=version, allowed=allowed
+        ):
+            self._generate(version)
+            most -= 1
+
+    def _generate(self, version: int) -> None:
+        """Add a part of the oldest policy that an actor may serve."""
+        self._load(self._past[0])
+        if len(self._prompts) < self._part_size:
+            self._prompts = self._order.sample(self._problems, len(self._problems))
+        drawn = [self._prompts.pop() for _ in range(self._part_size)]
+        samples, rewards_B = self._answers(drawn, self.config.actors.group_size, self._random)
+        self._queue.append(Part(version - (len(self._past) - 1), samples, rewards_B))
 
     def accuracy(self, *, greedy: bool = False) -> float:
         """Of the present policy on the held-out problems; sampled at temperature 1, or greedy."""
@@ -212,40 +263,56 @@ class DelayedRun:
         asked = [problem for problem in problems for _ in range(size)]
         return samples, torch.tensor(self._scorer(asked, texts), dtype=torch.float32)
 
-    def _update(self, number: int, samples: Samples, rewards_B: Tensor, curve: Curve) -> None:
+    def _update(self, version: int, drawn: Sequence[Part], curve: Curve) -> None:
         """One optimizer step, as the learner takes it."""
-        learner = self.config.learner
+        learner, size = self.config.learner, self.config.actors.group_size
+        samples = Samples(
+            prompts=[prompt for part in drawn for prompt in part.samples.prompts],
+            completions=[completion for part in drawn for completion in part.samples.completions],
+            logprobs_T=torch.cat([part.samples.logprobs_T for part in drawn]),
+            finished_B=torch.cat([part.samples.finished_B for part in drawn]),
+        )
+        rewards_B = torch.cat([part.rewards_B for part in drawn])
+        lag_T = torch.tensor([version - part.version for part in drawn]).repeat_interleave(self._part_size * size)[
+            samples.sequence_T
+        ]
         with torch.no_grad():
             needs_reference = self.config.algorithm.needs.reference
             nothing_T = torch.full_like(samples.logprobs_T, torch.nan)
             reference_T = completion_logprobs(self._reference, samples, self._pad) if needs_reference else nothing_T
         logprobs_T = completion_logprobs(self._policy, samples, self._pad)
-        group_B = torch.arange(learner.groups_per_step).repeat_interleave(self.config.actors.group_size)
         inputs = LossInputs(
             logprobs_T=logprobs_T,
             proximal_logprobs_T=logprobs_T.detach(),
             behaviour_logprobs_T=samples.logprobs_T,
             reference_logprobs_T=reference_T,
             sequence_T=samples.sequence_T,
-            group_B=group_B,
+            group_B=torch.arange(learner.groups_per_step).repeat_interleave(size),
             rewards_B=rewards_B,
             finished_B=samples.finished_B,
             num_groups=learner.groups_per_step,
-            lag_T=torch.full_like(samples.sequence_T, min(number, self.lag)),
+            lag_T=lag_T,
+            progress=learner.progress(version),
         )
         output = self._loss(inputs)
-        fresh_T = torch.full_like(samples.sequence_T, min(number, self.lag) == 0, dtype=torch.bool)
-        metrics = off_policy_metrics(inputs, fresh_T, output.weights_T)
+        metrics = off_policy_metrics(inputs, lag_T == 0, output.weights_T)
+        (gradient_T,) = torch.autograd.grad(output.loss, logprobs_T, retain_graph=True)
+        rate, scale, pushed_T, drift = learning_rate(learner, version), 1.0, gradient_T, drift_of(inputs)
+        if self._control is not None:
+            pushed_T = masked(gradient_T, inputs)
+            scale = self._control.take_in(drift, float(lag_T.double().quantile(OLDER_TOKENS)), rate)
         self._adam.zero_grad()
-        output.loss.backward()
+        logprobs_T.backward(pushed_T)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)
-        rate = learning_rate(learner, number)
-        if learner.ess_budget is not None:
-            rate *= ess_scale(metrics[ESS_METRIC], learner.ess_budget)
         for group in self._adam.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * scale
         self._adam.step()
         curve.reward.append(float(rewards_B.mean()))
+        curve.lag.append(float(lag_T.double().mean()))
+        curve.allowed.append(self._contract.bound() or 0 if self._control is None else self._control.allowed)
+        curve.drift.append(math.nan if drift is None else drift)
+        curve.lr_scale.append(scale)
+        curve.masked.append(float((pushed_T != gradient_T).double().mean()))
         curve.ess.append(metrics["off_policy/ess_sequence"] or 0.0)
         curve.k1.append(metrics["mismatch/k1"] or 0.0)
         curve.k3.append(metrics["mismatch/k3"] or 0.0)

@@ -34,7 +34,9 @@ METRICS: dict[str, str] = {
     "grad_norm": "Gradient norm over all stages before clipping; tied weights count once.",
     "critic/grad_norm": "The same of a critic: a model of its own, or the value head.",
     "lr": "Learning rate of the policy, after scaling.",
-    "ess/lr_scale": "Factor of the learning rate for a small effective sample size; null without learner.ess_budget.",
+    "brake/lr_scale": "Factor of the learning rate by which lag control held the update back; null where it is off.",
+    "brake/masked_frac": "Share of the tokens that lag control did not let the update push further from the policy "
+    "that sampled them; null where it is off.",
     # reward and length
     "reward/mean": "Mean reward of the trained samples.",
     "reward/part/NAME": "Mean of what the reward function NAME gave to those of them that it applies to. Only where a "
@@ -57,6 +59,10 @@ METRICS: dict[str, str] = {
     "lag/token_p95": "95th percentile of v - u over trained tokens.",
     "lag/token_max": "Greatest v - u of a trained token; never above weight_sync.max_lag. A token counts once for each "
     "update that trains it, with the version that the update finds.",
+    "lag/allowed": "Lag up to which new groups are leased after the step, by lag control: at most weight_sync.max_lag. "
+    "Null where it is off.",
+    "lag/drift": "mean |log pi - log mu| over the tokens of an update; lag control keeps it below 0.14. Null where a "
+    "token has no log-probability of its sampler.",
     "lag/in_flight": "Versions between first and last token of a trajectory, mean.",
     "lag/in_queue": "Versions between the last token and its update, mean.",
     "lag/publish": "Versions between the learner and the newest published weights when the step began. Null until a "

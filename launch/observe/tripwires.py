@@ -336,6 +336,15 @@ class Stability:
         if self._is_unweighted:
             return 'algorithm.corrections = ["token_tis"], of which this run has none'
         slower = f"a smaller learner.learning_rate (now {config.learner.learning_rate:g})"
-        if config.weight_sync.max_lag != 0:
-            slower += f" or weight_sync.max_lag (now {config.weight_sync.max_lag})"
-        return slower + (", or learner.ess_budget = 0.5" if config.learner.ess_budget is None else "")
+        if config.weight_sync.max_lag == 0:
+            return slower
+        if config.weight_sync.controls_lag:
+            allowed, scale = (self._rows[-1].get(name) for name in ("lag/allowed", "brake/lr_scale"))
+            if allowed is None or scale is None:
+                return slower
+            return (
+                f"{slower}: lag control already lets new samples be no older than {allowed:g} versions, and takes "
+                f"{scale:.0%} of the rate"
+            )
+        said = f"{slower} or weight_sync.max_lag (now {config.weight_sync.max_lag})"
+        return said + (', or lag_control = "on"' if config.weight_sync.max_lag != "unbounded" else "")

@@ -195,7 +195,9 @@ def _packed(parts: Iterable[str], width: int) -> list[Text]:
 def _figures(status: RunStatus) -> Iterator[str]:
     yield f"reward {number(status.row.get('reward/mean'))}"
     yield f"loss {number(status.row.get('loss'))}"
-    yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}"
+    allowed, drift = (status.row.get(name) for name in ("lag/allowed", "lag/drift"))
+    control = "" if allowed is None else f", allowed {number(allowed)}, drift {number(drift)}"
+    yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}{control}"
     yield f"mismatch {number(status.mismatch_lag0_abs)}"
     yield f"tokens/s generated {status.generated_tokens_per_s:,.0f}"
     yield f"trained {status.learner.tokens_per_s:,.0f}"

@@ -38,6 +38,8 @@ class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     otherwise: str
     x: str = "step"
     curves: dict[str, str] = {}
+    right: dict[str, str] = {}
+    """Curves of another unit, with an axis on the right."""
     of_pools: str = ""
     bound: str = ""
     """Key of the config whose value is drawn as a line."""
@@ -91,7 +93,10 @@ def figures(run: RunData) -> list[Figure]:
 
 
 def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], note: str = "") -> Figure:
-    """Return a line chart, a logarithmic one if its values span two orders of magnitude and the chart may be."""
+    """Return a line chart, a logarithmic one if its values span two orders of magnitude and the chart may be.
+
+    Curves that the chart has on the right are named as it names them.
+    """
     if left := [shortened(name, MAX_NAME) for name in [*curves][len(COLORS) :]]:
         note = f"Not drawn: {', '.join(left)}."
     drawn = [(name, color, points) for (name, points), color in zip(curves.items(), COLORS, strict=False) if points]
@@ -112,7 +117,8 @@ def lines(run: RunData, chart: Chart, curves: Mapping[str, Sequence[Point]], not
         legend.append(Curve(name, color, last if first == last else f"{first} → {last}"))
         shown = [None if is_log and value <= 0 else float(f"{value:.6g}") for value in y]
         dots = len(y) < FEW and color != "bound"
-        series.append({"name": name, "color": color, "points": [x, shown], "dots": dots})
+        scale = "right" if name in chart.right.values() else "y"
+        series.append({"name": name, "color": color, "points": [x, shown], "dots": dots, "scale": scale})
     plot = {"kind": "lines", "x": chart.x, "log": is_log, "floor": chart.floor, "ceiling": chart.ceiling}
     described = f"{chart.title} ({chart.unit}) by {chart.x}: {'; '.join(words)}"
     return Figure(chart, {**plot, "series": series}, legend, note, described)
@@ -130,7 +136,19 @@ def _metrics(run: RunData, chart: Chart) -> Figure | None:
         curves = {f"{POOL_PREFIX}{pool}/{chart.of_pools}": pool for pool in pools_of(run)}
         if len(curves) < 2:
             return None
-    return lines(run, chart, {name: run.metrics.of(metric) for metric, name in curves.items()})
+    return lines(run, chart, {name: run.metrics.of(metric) for metric, name in (curves | chart.right).items()})
+
+
+def _lag(run: RunData, chart: Chart) -> Figure | None:
+    """Return the lag, what it may be and the drift that it leads to, with a sentence on what limited it."""
+    figure, bound = _metrics(run, chart), run.knob(chart.bound)
+    allowed, scales = ([y for _, y in run.metrics.of(name)] for name in ("lag/allowed", "brake/lr_scale"))
+    if figure is None or not allowed or not isinstance(bound, int):
+        return figure
+    by_control = sum(each < bound for each in allowed) / len(allowed)
+    rate = f", and updates took {sum(scales) / len(scales):.0%} of their learning rate" if scales else ""
+    note = f"Lag control kept new samples younger than max_lag in {by_control:.0%} of the steps{rate}."
+    return figure._replace(note=note)
 
 
 def _reward(run: RunData, chart: Chart) -> Figure:
@@ -192,11 +210,12 @@ def _words(span: Event) -> str:
     return f"{span.who}: {span.name}{version}, {span.end_s - span.start_s:.3f} s{lag}{tokens}"
 
 
-SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure]] = {
+SPECIAL: Mapping[str, Callable[[RunData, Chart], Figure | None]] = {
     "reward": _reward,
     "accuracy": _accuracy,
     "queue": _queue,
     "steps": _steps,
+    "lag": _lag,
     "lags": _lags,
 }
 """Charts whose values are not metrics of the steps alone."""

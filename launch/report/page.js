@@ -28,14 +28,15 @@
     lines: (plot) => ({
       data: uPlot.join(plot.series.map((each) => each.points)),
       series: plot.series.map((each) => ({
-        stroke: () => color(each.color), width: each.color === "bound" ? 1 : 1.6, dash: each.color === "bound" ? [4, 3] : [],
+        scale: each.scale, stroke: () => color(each.color), width: each.color === "bound" ? 1 : 1.6, dash: each.color === "bound" ? [4, 3] : [],
         spanGaps: true, points: { show: each.dots, size: 5, fill: () => color(each.color) },
       })),
       scales: {
         x: { time: false },
+        right: { range: { min: { pad: 0.1, soft: 0, mode: 1 }, max: { pad: 0.1 } } },
         y: plot.log ? { distr: 3 } : { range: { min: { pad: 0.1, soft: plot.floor ?? 0, mode: plot.floor === null ? 3 : 1 }, max: { pad: 0.1, soft: plot.ceiling ?? 0, mode: plot.ceiling === null ? 0 : 1 } } },
       },
-      axes: [axis({ size: 22, label: plot.x }), axis({ size: 46, ...(plot.log ? powers : {}) })],
+      axes: [axis({ size: 22, label: plot.x }), axis({ size: 46, ...(plot.log ? powers : {}) }), axis({ scale: "right", side: 1, size: 40, grid: { show: false }, show: plot.series.some((each) => each.scale === "right") })],
       name: (u, at) => `${plot.x} ${words(u.data[0][at])}`,
     }),
     bars: (plot) => ({

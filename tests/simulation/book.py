@@ -72,6 +72,7 @@ class Book:
         self._start_step = 0
         self._version = self._step = 0
         self._published: PolicyVersion | None = None
+        self._allowed: int | None = None
         self._next_group = self._next_lease = 1
         self._committed = self._dropped = 0
 
@@ -121,7 +122,7 @@ class Book:
                     return group
                 self._drop(group)
         published = self._effective(self._published)
-        if self._contract.admit(self._outstanding(), version=self._version, published=published):
+        if self._contract.admit(self._outstanding(), version=self._version, published=published, allowed=self._allowed):
             return None
         group = Group(self._next_group, set(range(self._knobs.group_size)))
         self._next_group += 1
@@ -200,7 +201,8 @@ class Book:
             self._lose(group)
 
     def restart(self) -> None:
-        """Deadlines start anew."""
+        """Deadlines start anew, and the learner has not said yet what it allows."""
+        self._allowed = None
         for group in self._leases.values():
             group.due_at = self._clock() + LEASE_TIMEOUT_S
 
@@ -238,9 +240,10 @@ class Book:
             new = PolicyVersion(incarnation, version)
             self._published = new if self._published is None else max(self._published, new)
 
-    def draw(self, step: int, version: int, incarnation: int) -> list[list[Key]] | None:
+    def draw(self, step: int, version: int, incarnation: int, allowed: int | None) -> list[list[Key]] | None:
         """The samples of each group of the step; None where it must wait."""
         self._check_incarnation(incarnation)
+        self._allowed = allowed
         draw = self._draws.get(step)
         if draw is not None and draw.incarnation == incarnation and (draw.version == version or draw.is_finished):
             return [group.keys for group in draw.groups]

@@ -144,10 +144,10 @@ class CoreBuffer:
         """A learner starts."""
         return self._buffer.ask(p.BeginIncarnation(session, version, step), p.IncarnationReply).incarnation
 
-    def draw(self, step: int, version: int, incarnation: int) -> list[list[Key]] | None:
+    def draw(self, step: int, version: int, incarnation: int, allowed: int | None) -> list[list[Key]] | None:
         """The samples of each group of the step; None where it must wait."""
         num_groups = self._buffer.facts.groups_per_step
-        answer = self._buffer.answer(p.DrawRequest(step, version, incarnation, num_groups, 0.0))
+        answer = self._buffer.answer(p.DrawRequest(step, version, incarnation, num_groups, 0.0, allowed))
         if answer is None:
             return None
         reply, body = answer

@@ -30,6 +30,7 @@ class SimLearner:
         self.batch: list[list[Key]] = []
         self.num_updates = 0
         self.asks = self.was_refused = False
+        self.controls = world.random.choice(("off", "tight", "any"))
         self.unconfirmed = 0
         """Reports that the buffer has not answered; a draw comes after them."""
         self.queue: list[PolicyVersion] = []
@@ -58,7 +59,13 @@ class SimLearner:
         """Ask for the next step, once everything that was reported is confirmed."""
         if not (self.asks or self.batch or self.unconfirmed):
             self.asks = True
-            self.world.send("draw", self, (self.step + 1, self.version, self.incarnation))
+            self.world.send("draw", self, (self.step + 1, self.version, self.incarnation, self.allowed()))
+
+    def allowed(self) -> int | None:
+        """What a controller of lag may say, and less and more than that: any sequence."""
+        if self.controls == "any":
+            return self.world.random.choice((None, self.world.random.randrange(self.world.knobs.max_lag + 2)))
+        return 0 if self.controls == "tight" else None
 
     def on_draw(self, arguments: object, groups: list[list[Key]] | None) -> None:
         """The batch, or that it must be asked for again."""

@@ -67,18 +67,18 @@ class Mutation(NamedTuple):
 _admit = StalenessContract.admit
 
 
-def _without_room(self: Any, outstanding: int, *, version: int, published: int) -> str:
+def _without_room(self: Any, outstanding: int, *, version: int, published: int, allowed: int | None) -> str:
     if outstanding < self.capacity():
         return _admit(self, outstanding, version=version, published=published)
     begins_at = self.latest_version(version, outstanding // self.groups_per_step)
     return "" if self.usable(self.min_version(published), begins_at) else "publication is behind"
 
 
-def _without_publication(self: Any, outstanding: int, *, version: int, published: int) -> str:
+def _without_publication(self: Any, outstanding: int, *, version: int, published: int, allowed: int | None) -> str:
     return "all of the room" if outstanding >= self.capacity() else ""
 
 
-def _admit_by_published(self: Any, outstanding: int, *, version: int, published: int) -> str:
+def _admit_by_published(self: Any, outstanding: int, *, version: int, published: int, allowed: int | None) -> str:
     begins_at = self.latest_version(version, outstanding // self.groups_per_step)
     return (
         "" if outstanding < self.capacity() and self.usable(max(0, published - self.actor_lag), begins_at) else "full"
@@ -127,6 +127,19 @@ MUTATIONS = {
     "admission has no room check": Mutation(((StalenessContract, "admit", _without_room),), "room"),
     "admission does not look at what is published": Mutation(
         ((StalenessContract, "admit", _without_publication),), "wait"
+    ),
+    "an allowance above max_lag counts": Mutation(
+        ((StalenessContract, "admitted_lag", lambda self, allowed: max(self.bound(), allowed or 0)),), "room"
+    ),
+    "an allowance below the least bound counts": Mutation(
+        (
+            (
+                StalenessContract,
+                "admitted_lag",
+                lambda self, allowed: self.bound() if allowed is None else min(self.bound(), allowed),
+            ),
+        ),
+        "progress",
     ),
     "leases name version 0 as the oldest": Mutation(
         (

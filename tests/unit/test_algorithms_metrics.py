@@ -10,7 +10,6 @@ from algorithms.corrections import (
     SequenceTIS,
     TokenTIS,
     effective_sample_share,
-    ess_scale,
     importance_weights,
     off_policy_metrics,
 )
@@ -122,14 +121,3 @@ def test_no_weights_have_no_effective_size_and_weights_of_0_have_none_of_it():
     assert effective_sample_share(torch.empty(0)) is None
     assert effective_sample_share(torch.zeros(3)) == 0, "a mask that removes all leaves no sample that counts"
     assert effective_sample_share(torch.tensor([0.0, 0.0, 5.0])) == pytest.approx(1 / 3)
-
-
-def test_within_the_budget_or_without_a_figure_the_learning_rate_stays():
-    assert ess_scale(0.4, 0.4) == ess_scale(1.0, 0.4) == ess_scale(None, 0.4) == 1.0
-
-
-def test_below_the_budget_the_learning_rate_falls_with_the_root_of_the_shortfall():
-    assert ess_scale(0.1, 0.4) == pytest.approx(0.5)
-    scales = [ess_scale(ess, 0.4) for ess in (1e-9, 0.01, 0.2, 0.399)]
-    assert scales == sorted(scales)
-    assert 0 < scales[0] < scales[-1] < 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import stability
-from benchmarks.stability_parts.loop import DelayedRun, Sampler, completion_logprobs
+from benchmarks.stability_parts.loop import PARTS, DelayedRun, Sampler, completion_logprobs
 from examples.demo_model.make_checkpoint import EOS, PAD, make_model, make_tokenizer
 
 SMALL = ["--learner.groups_per_step", "4", "--task.num_train", "64", "--task.num_heldout", "16"]
@@ -47,14 +47,17 @@ def test_greedy_is_the_likeliest_token_every_time(model):
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_samples_come_from_the_policy_of_so_many_updates_ago(folder, lag):
-    run = DelayedRun(["--model.path", str(folder), *SMALL, "--learner.learning_rate", "1e-2"], lag, seed=0)
+    lagged = ["--learner.learning_rate", "1e-2", "--weight_sync.max_lag", str(lag)]
+    run = DelayedRun(["--model.path", str(folder), *SMALL, *lagged], seed=0)
     run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # some differ
     seen, versions = [], []
     run._load, load = lambda values: (seen.append(values[0].clone()), load(values)), run._load
     run._update, update = lambda *args: (update(*args), versions.append(run._past[-1][0].clone())), run._update
     run.train(6)
+    trained = seen[: 6 * PARTS]
     for number in range(6):
-        assert torch.equal(seen[number], versions[max(0, number - lag)])
+        for values in trained[number * PARTS : (number + 1) * PARTS]:
+            assert torch.equal(values, versions[max(0, number - lag)])
     assert not torch.equal(versions[0], versions[1])
 
 
@@ -68,7 +71,7 @@ def test_a_task_of_a_file_is_scored_by_its_own_rewards(folder, tmp_path):
         'rewards = ["reward.py:even"]\n[algorithm]\ntype = "trajectory_balance"\n'
         "[actors]\nmax_prompt_tokens = 8\nmax_new_tokens = 4\n[learner]\ngroups_per_step = 4\n"
     )
-    run = DelayedRun([], 1, seed=0, config=tmp_path / "run.toml")
+    run = DelayedRun([], seed=0, config=tmp_path / "run.toml")
     assert run.accuracy() == sum(int(each.columns["answer"]) % 2 == 0 for each in run._heldout) / len(run._heldout)
     assert set(run.train(2).reward) <= {step / 4 for step in range(5)}
 

@@ -10,13 +10,13 @@ from tests.house import DEEP_LINES, PACKAGES, ROOT, figures, graph, modules, sin
 from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
-    "files": 152,
-    "lines": 42_778,
-    "lines without planning": 37_689,
-    "lines of buffer": 7_251,
-    "lines of launch": 10_902,
+    "files": 153,
+    "lines": 43_015,
+    "lines without planning": 37_926,
+    "lines of buffer": 7_266,
+    "lines of launch": 10_937,
     "lines of shell": 910,
-    "lines of the report's page": 394,
+    "lines of the report's page": 395,
     "lines of examples": 1_020,
     "longest file": 461,
     "longest function": 57,

@@ -133,11 +133,7 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
             ["--algorithm.type", "oapl"],
             "2 of 12 samples have no logprobs, and algorithm.type = 'oapl'",
         ),
-        (
-            {"logprobs": None},
-            ["--algorithm.corrections", "[]", "--learner.ess_budget", "0.5"],
-            "and learner.ess_budget reads them: give them, or leave it out",
-        ),
+        ({}, ["--weight_sync.lag_control", "on"], "lag_control = 'on', but with max_lag = unbounded there is no bound"),
         ({"reward": None}, [], "none of 12 samples has a reward, and trajectory_balance trains on rewards: give"),
         ({"reward": None}, ["--buffer.sampler", "prioritised"], "and buffer.sampler = 'prioritised' weighs by rewards"),
         ({"group": lambda group, index: 2 * group + index}, [], "row 1 is alone in its group, and algorithm.type = 't"),

@@ -286,6 +286,22 @@ def test_the_bound_of_the_lag_is_a_line_from_end_to_end(whole):
     assert [list(each) for each in bound["points"]] == [[1.0, 40.0], [4.0, 4.0]]
 
 
+def test_what_limited_the_lag_is_a_sentence_and_the_drift_has_an_axis_of_its_own(tmp_path):
+    run = make_run(tmp_path / "sums")
+    assert figure(run, "Lag").note == "", "lag was not controlled"
+    control = [
+        {"lag/allowed": min(4, 1 + step // 5), "lag/drift": 0.06, "brake/lr_scale": 0.9} for step in range(1, 21)
+    ]
+    run.metrics.write_text("".join(json.dumps(row(1 + n, START_S, **more)) + "\n" for n, more in enumerate(control)))
+    chart = figure(run, "Lag")
+    assert chart.note == (
+        "Lag control kept new samples younger than max_lag in 70% of the steps, and updates took 90% of their learning "
+        "rate."
+    )
+    scales = {each["name"]: each["scale"] for each in chart.plot["series"]}
+    assert scales == {"mean": "y", "greatest": "y", "allowed": "y", "drift (nats, right)": "right", "max_lag": "y"}
+
+
 @pytest.mark.parametrize("name", CHARTS)
 def test_a_chart_of_equal_values_is_drawn_and_one_of_none_says_so(name):
     run = RunData("sums", Path())

@@ -17,7 +17,15 @@ NOISE = 0.03
 
 def rows(rewards, ess=0.4, k3=0.01, first=1):
     return [
-        {"step": step, "reward/mean": reward, "reward/std": 0.5, "off_policy/ess_sequence": ess, "mismatch/k3": k3}
+        {
+            "step": step,
+            "reward/mean": reward,
+            "reward/std": 0.5,
+            "off_policy/ess_sequence": ess,
+            "mismatch/k3": k3,
+            "lag/allowed": 3,
+            "brake/lr_scale": 0.9,
+        }
         for step, reward in enumerate(rewards, first)
     ]
 
@@ -39,12 +47,13 @@ COLLAPSE = [0.45] * 30 + [0.45 - 0.01 * n for n in range(30)] + [0.17] * 30
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_reward_that_falls_on_old_samples_is_told_once_with_the_steps_and_what_to_try(seed):
-    ((kind, text),) = told(rows(noisy(COLLAPSE, seed)))
+    ((kind, text),) = told(rows(noisy(COLLAPSE, seed)), "--weight_sync.lag_control", "on")
     assert kind == "unstable"
     assert text.startswith("the reward fell from 0.4")
     assert "(steps " in text
     assert "40% of the samples count" in text
-    assert "learner.learning_rate (now 0.0001) or weight_sync.max_lag (now 4), or learner.ess_budget = 0.5" in text
+    assert "learner.learning_rate (now 0.0001): lag control already lets new samples be no older than 3 " in text
+    assert "and takes 90% of the rate" in text
 
 
 def test_it_is_told_before_the_fall_is_over():
@@ -57,7 +66,7 @@ def test_it_is_told_before_the_fall_is_over():
     [
         (["--algorithm.corrections", "[]"], 'algorithm.corrections = ["token_tis"]', "learning_rate"),
         (["--weight_sync.max_lag", "0"], "learner.learning_rate", "max_lag"),
-        (["--learner.ess_budget", "0.3"], "learner.learning_rate", "ess_budget"),
+        ([], 'weight_sync.max_lag (now 4), or lag_control = "on"', "already"),
         (["--algorithm.type", "off_policy_ppo", "--algorithm.corrections", "[]"], "learner.learning_rate", "token_tis"),
     ],
 )

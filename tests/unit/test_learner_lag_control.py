@@ -1,0 +1,189 @@
+"""Lag control: how old data may become, how far an update may go, and which tokens it may not push."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from common.staleness import StalenessConfig, StalenessContract
+from learner.batch import Leaves
+from learner.config import LearnerConfig
+from learner.lag_control import AIMED_DRIFT, LEAST_LR_SCALE, MASK_AT, MOST_DRIFT, LagControl, LagState, masked
+from learner.step import TrainStep
+from tests.world.learner import alone, build, make_models, make_networks, make_rows, weights_of
+
+RATE = 1e-2
+PACE = 5.0
+"""Drift of a version at a learning rate of 1."""
+
+
+def control(max_lag=16, updates_per_step=1, **knobs):
+    return LagControl(StalenessContract(StalenessConfig(max_lag=max_lag, **knobs), 1, updates_per_step))
+
+
+def train(control, num_updates, rate=1e-3, pace=PACE, history=None):
+    """A policy whose drift is the sum of the rates since its data were sampled; (drift, lag, scale) of each update.
+
+    The queue holds as many updates' data as the allowance had room for when they were leased.
+    """
+    rates, queue = ([], []) if history is None else history
+    queue += [0] * (control.allowed - len(queue)) if not rates else []
+    seen = []
+    for _ in range(num_updates):
+        version = len(rates)
+        sampled = queue.pop(0)
+        while len(queue) < control.allowed:
+            queue.append(version)
+        drift, lag = pace * sum(rates[sampled:]), float(version - sampled)
+        scale = control.take_in(drift, lag, rate)
+        rates.append(rate * scale)
+        seen.append((drift, lag, scale))
+    return seen
+
+
+def test_the_allowance_leads_to_the_target_drift():
+    drift, lag, scale = train(control(), 200, rate=2.4e-3)[-1]
+    assert lag == AIMED_DRIFT // (PACE * 2.4e-3)
+    assert drift <= AIMED_DRIFT
+    assert scale == 1
+    assert train(control(), 200, rate=8e-4)[-1][1:] == (16, 1)
+
+
+def test_an_allowance_is_never_below_one_step_more_than_the_least_bound_nor_above_max_lag():
+    fast = control()
+    train(fast, 100, rate=1.0)
+    assert fast.allowed == 2
+    assert train(control(max_lag=1), 100, rate=1.0)[-1][1] <= 1
+    assert train(control(), 100, rate=1e-6)[-1][1] == 16
+    several = control(updates_per_step=4, max_actor_lag=0)
+    several.take_in(10.0, 4.0, RATE)
+    several.take_in(10.0, 4.0, RATE)
+    assert several.allowed == 7
+
+
+def test_after_a_tenfold_rate_the_drift_is_bounded_and_soon_below_the_target():
+    controlled, history = control(), ([], [])
+    before = train(controlled, 100, rate=2e-3, history=history)
+    after = train(controlled, 60, rate=2e-2, history=history)
+    drifts = [drift for drift, _, _ in after]
+    assert before[-1][2] == 1
+    assert max(drifts) < 1.2 * MOST_DRIFT
+    assert max(drifts[16 + 4 :]) <= MOST_DRIFT * (1 + 1e-9)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True)),
+            st.floats(0, 64),
+            st.floats(0, 1, allow_subnormal=False),
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_is_measured_the_allowance_and_the_rate_stay_within_their_bounds(measured):
+    controlled = control()
+    for drift, lag, rate in measured:
+        scale = controlled.take_in(drift if drift is None else abs(drift), lag, rate)
+        assert LEAST_LR_SCALE <= scale <= 1
+        assert 2 <= controlled.allowed <= 16
+
+
+@pytest.mark.parametrize("unknown", [None, math.nan, math.inf, 0.0])
+def test_without_a_measure_the_allowance_is_the_least_and_the_rate_that_of_the_schedule(unknown, caplog):
+    controlled = control()
+    train(controlled, 50)
+    for _ in range(2):
+        assert controlled.take_in(unknown, 16.0, 1.0) == 1
+        assert controlled.allowed == 2
+    (said,) = caplog.messages
+    assert "does not know the drift of the data" in said
+    assert "up to 2 versions old" in said
+
+
+def test_a_policy_that_does_not_move_may_be_as_far_behind_as_max_lag():
+    still = control()
+    for _ in range(5):
+        assert still.take_in(1e-9, 3.0, RATE) == 1
+    assert still.allowed == 16
+
+
+def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped():
+    one, other = control(), control()
+    history = ([], [])
+    train(one, 30, rate=3e-3, history=history)
+    other.state = LagState(**{name: getattr(one.state, name) for name in LagState.__struct_fields__})
+    again = ([*history[0]], [*history[1]])
+    assert train(one, 30, rate=3e-3, history=history) == train(other, 30, rate=3e-3, history=again)
+
+
+# --- in a step -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Train some steps on stale data; the learner's results, and the weights after."""
+    make_models(tmp_path)
+    with alone():
+
+        def train(control=None, algorithm=None, num_steps=1, **config):
+            algorithm = algorithm or TrajectoryBalanceConfig()
+            one_pass = config.pop("one_pass", True)
+            config = LearnerConfig(**{"learning_rate": RATE, **config})
+            networks, reference = make_networks(tmp_path / "untied", config, algorithm)
+            step = TrainStep(networks, reference, algorithm, config, control=control, one_pass=one_pass)
+            results, version = [], 0
+            for number in range(num_steps):
+                results.append(step.run(build(make_rows(number), version, 64), number))
+                version = results[-1].version
+            return results, weights_of(networks)
+
+        yield train
+
+
+def test_the_brake_is_a_smaller_learning_rate(run):
+    strict = control()
+    strict.state = LagState(16, pace=1e6, rate=RATE)
+    (result,), braked = run(strict)
+    assert result.metrics["brake/lr_scale"] == LEAST_LR_SCALE
+    assert result.metrics["lr"] == pytest.approx(RATE * LEAST_LR_SCALE)
+    assert result.metrics["lag/allowed"] == 2
+    _, slow = run(control(), learning_rate=RATE * LEAST_LR_SCALE)
+    _, fast = run(control())
+    for name in braked:
+        torch.testing.assert_close(braked[name], slow[name], rtol=0, atol=1e-14)
+    assert any(not torch.equal(braked[name], fast[name]) for name in braked)
+
+
+@pytest.mark.parametrize("algorithm", [TrajectoryBalanceConfig(), OffPolicyPPOConfig()])
+def test_masked_tokens_push_nothing_in_one_pass_and_in_two(run, algorithm):
+    (free,), unmasked = run(algorithm=algorithm)
+    assert free.metrics["brake/masked_frac"] is None
+    (result,), once = run(control(), algorithm)
+    assert 0 < result.metrics["brake/masked_frac"] < 1
+    _, twice = run(control(), algorithm, one_pass=False)
+    for name in once:
+        torch.testing.assert_close(once[name], twice[name], rtol=0, atol=1e-12)
+    assert any(not torch.equal(once[name], unmasked[name]) for name in once)
+
+
+def test_only_a_token_that_is_pushed_further_from_its_sampler_is_masked():
+    batch = build(make_rows(0), 0, 64)
+    num_tokens = len(batch.sequence_T)
+    leaves = torch.full((num_tokens,), -1.0)
+    inputs = batch.loss_inputs(Leaves(leaves), Leaves(leaves), leaves)
+    for moved, gradient, kept in [
+        (MASK_AT + 0.01, 1.0, True),
+        (MASK_AT + 0.01, -1.0, False),
+        (-MASK_AT - 0.01, 1.0, False),
+        (-MASK_AT - 0.01, -1.0, True),
+        (MASK_AT - 0.01, -1.0, True),
+        (math.nan, -1.0, True),
+    ]:
+        inputs.behaviour_logprobs_T[:] = -1.0 - moved
+        found = masked(torch.full((num_tokens,), gradient), inputs)
+        assert bool((found == (gradient if kept else 0.0)).all())
