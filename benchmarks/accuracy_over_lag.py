@@ -1,17 +1,19 @@
 """What does age cost? Accuracy by algorithm and `max_lag`, over the real system. Prints one JSON line last.
 
     python benchmarks/accuracy_over_lag.py [--on sums] [--lags 0 1 4 16] [--algorithms NAME ...] [--seeds 0 1 2]
-        [--steps N] [--work FOLDER] [--section.key VALUE ...]
+        [--control off on] [--steps N] [--work FOLDER] [--section.key VALUE ...]
 
 Every cell is one `leeway train`, one after the other on the same machine; cells of an algorithm and a seed differ in
 `weight_sync.max_lag` alone. `--on sums` trains an ordinary model (examples/sums.toml) with nothing but the name of the
-algorithm, so at the shipped defaults; `--on demo` the demos, whose model was taught the answer first. Accuracy and the
-lag that was really trained on are read from the run's own metrics.jsonl and summary.json. `--work` keeps finished
-cells: called again with the same overrides, only the missing ones run. Any other key is an override that every cell
-gets. A step is one update in every cell, also of PPO: with several, synchronous training (`max_lag = 0`) does not
-exist.
+algorithm, so at the shipped defaults; `--on demo` the demos, whose model was taught the answer first. `--on steady`,
+`sorting` and `adding` train at a constant rate of 1e-4 on 128 samples a step, where nothing brings the last versions
+close together: the same sums, and the models of `lib/small_tasks.py`. `--control off on` adds cells with lag control.
+Accuracy and the lag that was really trained on are read from the files of the run; where a run evaluates on its way,
+accuracy is the mean of its last five evaluations. `--work` keeps finished cells: called again with the same overrides,
+only the missing ones run. Any other key is an override that every cell gets. A step is one update in every cell, also
+of PPO: with several, synchronous training (`max_lag = 0`) does not exist.
 
-Writes docs/results/accuracy_over_lag.md (of the demos: accuracy_over_lag_demo.md), or the page that `--page` names,
+Writes docs/results/accuracy_over_lag.md (accuracy_over_lag_NAME.md for `--on NAME`), or the page that `--page` names,
 and beside it a figure, .svg, and the figures of every cell, .json. The JSON line has, for each algorithm, means over
 seeds: `accuracy_lagL`, `accuracy_lagL_minus_lag0` and `accuracy_lagL_minus_start`, greedy, for every bound L.
 """
@@ -35,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.lib import small_tasks
 from benchmarks.lib.figure import drawn
 from benchmarks.lib.machine import RESULTS, describe_commit
 from benchmarks.lib.page import table, write_page
@@ -59,6 +62,8 @@ COLUMNS = {
     "lag mean": ("lag_mean", "{:.2f}"),
     "lag mean, second half": ("lag_late", "{:.2f}"),
     "lag max": ("lag_max", "{:.0f}"),
+    "drift": ("drift", "{:.2f}"),
+    "share of the rate": ("lr_scale", "{:.2f}"),
     "lowest ESS": ("ess_lowest", "{:.2f}"),
     "dropped as stale": ("dropped_stale", "{:.0f}"),
     "wall s": ("seconds", "{:.0f}"),
@@ -82,6 +87,20 @@ class Ground:
     """What the figures do not show."""
     wanted: dict[str, float] = field(default_factory=dict)
     """Figure of the JSON line -> what it is to be at least."""
+    makes: str = ""
+    """The task of `lib/small_tasks.py` whose config comes first."""
+
+
+EVERY_TEN = ["--actors.eval_every", "10", "--learner.num_steps", "200"]
+NUM_LATE = 5
+"""Evaluations at the end of a run whose mean is its accuracy, where it evaluates on its way."""
+NO_WORSE = {"accuracy_lag4_minus_lag0": -0.05, "accuracy_lag16_minus_lag0": -0.05, "accuracy_lag64_minus_lag0": -0.05}
+STEADY = "One model and one task, at one learning rate, which stays constant."
+
+
+def _small(name: str, what: str) -> Ground:
+    arguments = {each: ["--algorithm.type", each, *EVERY_TEN] for each in STYLES}
+    return Ground(arguments, RESULTS / f"accuracy_over_lag_{name}.md", what, STEADY, NO_WORSE, makes=name)
 
 
 ONE_UPDATE = ["--learner.num_minibatches", "1", "--learner.num_epochs", "1"]
@@ -95,6 +114,29 @@ GROUNDS = {
         "[stability.md](stability.md). Long answers and large steps make the same lag worth more.",
         {"accuracy_lag4": 0.85, "accuracy_lag4_minus_lag0": -0.03, "accuracy_lag16_minus_start": 0.15},
     ),
+    "steady": Ground(
+        {
+            name: [
+                "examples/sums.toml",
+                "--algorithm.type",
+                name,
+                *EVERY_TEN,
+                "--learner.lr_schedule",
+                "constant",
+                "--learner.groups_per_step",
+                "16",
+                "--task.num_heldout",
+                "512",
+            ]
+            for name in STYLES
+        },
+        RESULTS / "accuracy_over_lag_steady.md",
+        "`examples/sums.toml` at a constant rate of 1e-4 after its warm-up, on 128 samples a step,",
+        STEADY,
+        NO_WORSE,
+    ),
+    "sorting": _small("sorting", "A model of 0.9 M parameters that sorts five digits half of the time,"),
+    "adding": _small("adding", "A model of 0.9 M parameters that adds two numbers with 20 to 52 tokens of work shown,"),
     "demo": Ground(
         {
             "trajectory_balance": ["examples/demo.toml"],
@@ -117,11 +159,17 @@ class Cell:
     algorithm: str
     max_lag: int
     seed: int
+    control: str = "off"
 
     @property
     def name(self) -> str:
         """Of its files."""
-        return f"{self.algorithm}-lag{self.max_lag}-seed{self.seed}"
+        return f"{self.algorithm}-lag{self.max_lag}-seed{self.seed}{'-on' if self.control == 'on' else ''}"
+
+    @property
+    def row(self) -> str:
+        """What it is held against the same of, at other lags and seeds; at lag 0 there is nothing to control."""
+        return f"{self.algorithm}, lag control" if self.control == "on" and self.max_lag else self.algorithm
 
 
 def main() -> None:
@@ -133,6 +181,7 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4, 16])
     parser.add_argument("--algorithms", nargs="+", choices=STYLES, help="default: all of them")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--control", nargs="+", choices=("on", "off"), default=["off"], help="of lag; default: off")
     parser.add_argument("--steps", type=int, help="learner.num_steps of every cell; default: as the configs say")
     parser.add_argument("--work", type=Path, help="keeps finished cells; a new one for new code (default: keeps none)")
     parser.add_argument("--page", type=Path, help="what is written; the figure and the cells lie beside it")
@@ -141,7 +190,13 @@ def main() -> None:
     args.algorithms = args.algorithms or list(ground.arguments)
     if unknown := set(args.algorithms) - set(ground.arguments):
         parser.error(f"--on {args.on} has no {', '.join(sorted(unknown))}")
-    cells = [Cell(name, lag, seed) for seed in args.seeds for lag in args.lags for name in args.algorithms]
+    cells = [
+        Cell(name, lag, seed, control)
+        for seed in args.seeds
+        for lag in args.lags
+        for name in args.algorithms
+        for control in (args.control if lag else args.control[:1])
+    ]
     if args.steps is not None:
         overrides = ["--learner.num_steps", str(args.steps), *overrides]
     end_at_sigterm()
@@ -186,7 +241,11 @@ def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> 
         MeasurementFailed: the config refuses it, or the run failed or took too long.
     """
     config, *arguments = [*ground.arguments[cell.algorithm], *overrides]
+    if ground.makes:
+        config, arguments = str(small_tasks.make(ground.makes, kept.folder / ground.makes)), [config, *arguments]
     arguments += ["--weight_sync.max_lag", str(cell.max_lag), "--run.seed", str(cell.seed)]
+    if cell.control == "on" and cell.max_lag:
+        arguments += ["--weight_sync.lag_control", "on"]
     log = kept.folder / f"{cell.name}.log"
 
     def make(folder: Path) -> dict[str, Any]:
@@ -217,14 +276,17 @@ def figures(run: FinishedRun) -> Figures:
         MeasurementFailed: the run was ended before its last evaluation.
     """
     summary, updates = run.summary, run.updates
+    late = [accuracy for _, accuracy in run.evaluations()[-NUM_LATE:]]
     return {
         "greedy_before": summary["accuracy_before"],
         "sampled_before": summary["accuracy_before_sampled"],
-        "greedy": summary["accuracy_after"],
+        "greedy": fmean(late) if len(late) == NUM_LATE else summary["accuracy_after"],
         "sampled": summary["accuracy_after_sampled"],
         "lag_mean": summary["lag_mean"],
         "lag_late": by_token(updates[len(updates) // 2 :], "lag/token_mean"),
         "lag_max": summary["lag_max"],
+        "drift": by_token(updates, "lag/drift"),
+        "lr_scale": fmean(1.0 if row["brake/lr_scale"] is None else row["brake/lr_scale"] for row in updates),
         "ess_lowest": min(row["off_policy/ess_sequence"] for row in updates),
         "dropped_stale": summary["ledger"]["dropped_stale"],
         "ledger_gap": summary["ledger_gap"],
@@ -236,7 +298,7 @@ def figures(run: FinishedRun) -> Figures:
 
 def invocation(args: argparse.Namespace, overrides: list[str]) -> str:
     """The command in full, without the folders, which only this machine has."""
-    lists = {"--lags": args.lags, "--algorithms": args.algorithms, "--seeds": args.seeds}
+    lists = {"--lags": args.lags, "--algorithms": args.algorithms, "--seeds": args.seeds, "--control": args.control}
     words = ["--on", args.on, *(word for key, values in lists.items() for word in (key, *map(str, values)))]
     return shlex.join(["python", "benchmarks/accuracy_over_lag.py", *words, *overrides])
 
@@ -244,8 +306,8 @@ def invocation(args: argparse.Namespace, overrides: list[str]) -> str:
 def over_seeds(results: dict[Cell, Figures]) -> dict[tuple[str, int], dict[str, list[float]]]:
     """Algorithm and max_lag, sorted -> figure -> its values, one for every seed that has one."""
     cells: dict[tuple[str, int], dict[str, list[float]]] = {}
-    for cell in sorted(results, key=lambda cell: (cell.algorithm, cell.max_lag, cell.seed)):
-        values = cells.setdefault((cell.algorithm, cell.max_lag), {})
+    for cell in sorted(results, key=lambda cell: (cell.row, cell.max_lag, cell.seed)):
+        values = cells.setdefault((cell.row, cell.max_lag), {})
         for name, value in results[cell].items():
             values.setdefault(name, []).append(value)
     return cells
@@ -261,9 +323,10 @@ def by_algorithm(results: dict[Cell, Figures]) -> dict[str, Figures]:
         name = f"accuracy_lag{max_lag}"
         found[name] = after
         found[f"{name}_minus_start"] = after - start[algorithm, max_lag]
-        if max_lag and (algorithm, 0) in greedy:
-            found[f"{name}_minus_lag0"] = after - greedy[algorithm, 0]
-        found["num_seeds"] = len({cell.seed for cell in results if cell.algorithm == algorithm})
+        synchronous = algorithm.partition(",")[0], 0
+        if max_lag and synchronous in greedy:
+            found[f"{name}_minus_lag0"] = after - greedy[synchronous]
+        found["num_seeds"] = len({cell.seed for cell in results if cell.row == algorithm})
     return {name: {key: round(value, 4) for key, value in found.items()} for name, found in line.items()}
 
 
@@ -373,7 +436,9 @@ def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]],
     """Means over seeds, by place; the bars reach from the lowest to the highest."""
     spreads = [(fmean(values[key]), min(values[key]), max(values[key])) for values in cells.values()]
     bars = [[middle - low for middle, low, _ in spreads], [high - middle for middle, _, high in spreads]]
-    colour, marker, shift = STYLES[algorithm]
+    name, is_controlled, _ = algorithm.partition(",")
+    colour, marker, shift = STYLES[name]
+    line = ":" if is_controlled and line != "none" else line
     style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": line, "capsize": 3}
     label = f"{algorithm}, {key.replace('_', ' ')}"
     axis.errorbar([place + shift for place in cells], [middle for middle, _, _ in spreads], bars, label=label, **style)

@@ -1,0 +1,173 @@
+"""Small models that were taught a task and stopped early, each in a folder with its rows and a config.
+
+    sorting   five digits, `40315>` -> `01345`: 6 tokens
+    adding    two numbers of 2 to 5 digits with the work shown, `58+967=` -> `8+7+0=15,5+6+1=12,0+9+1=10;1025`:
+              20 to 52 tokens
+
+A Llama of 0.9 million parameters, trained by next-token prediction on the training rows until about half of its greedy
+answers are right.
+
+    python benchmarks/lib/small_tasks.py TASK FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = ("<pad>", "<eos>", "<unk>", *"0123456789>+=,;")
+IDS = {token: index for index, token in enumerate(VOCABULARY)}
+PAD, EOS = IDS["<pad>"], IDS["<eos>"]
+STOP_AT = 0.48
+"""Share of NUM_CHECKED held-out rows."""
+NUM_HELDOUT, NUM_TRAIN, NUM_CHECKED = 512, 12_000, 256
+MOST_STEPS = 4_000
+CHECK_EVERY = 20
+
+
+class SmallTask(NamedTuple):
+    """What is asked, and what is trained by default."""
+
+    question: Callable[[random.Random], str]
+    answer: Callable[[str], str]
+    max_prompt_tokens: int
+    max_new_tokens: int
+    batch_size: int
+    """Of supervised training."""
+
+
+def _digits(rng: random.Random) -> str:
+    return f"{rng.randrange(10**5):05d}>"
+
+
+def _sorted(question: str) -> str:
+    return "".join(sorted(question[:-1]))
+
+
+def _sum(rng: random.Random) -> str:
+    first, second = (rng.randrange(10 ** (size - 1), 10**size) for size in (rng.randint(2, 5), rng.randint(2, 5)))
+    return f"{first}+{second}="
+
+
+def _worked(question: str) -> str:
+    """The sum column by column from the right, with what is carried: a+b+carry=total."""
+    first, second = question[:-1].split("+")
+    size, carry, columns = max(len(first), len(second)), 0, []
+    for a, b in zip(reversed(first.zfill(size)), reversed(second.zfill(size)), strict=True):
+        total = int(a) + int(b) + carry
+        columns.append(f"{a}+{b}+{carry}={total}")
+        carry = total // 10
+    return f"{','.join(columns)};{int(first) + int(second)}"
+
+
+TASKS = {
+    "sorting": SmallTask(_digits, _sorted, max_prompt_tokens=8, max_new_tokens=8, batch_size=64),
+    "adding": SmallTask(_sum, _worked, max_prompt_tokens=16, max_new_tokens=64, batch_size=64),
+}
+
+
+def make(name: str, folder: Path) -> Path:
+    """Write model, rows and config of a task, unless they are there; return the path of the config."""
+    config = folder / "run.toml"
+    if config.exists():
+        return config
+    task, rng = TASKS[name], random.Random(11)
+    torch.manual_seed(11)
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = list(dict.fromkeys(task.question(rng) for _ in range(2 * (NUM_TRAIN + NUM_HELDOUT))))
+    held, train = questions[:NUM_HELDOUT], questions[NUM_HELDOUT : NUM_HELDOUT + NUM_TRAIN]
+    for file, rows in (("held.jsonl", held), ("train.jsonl", train)):
+        lines = (json.dumps({"question": each, "answer": task.answer(each)}) for each in rows)
+        (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            dtype="float32",
+        )
+    )
+    imitate(model, task, train, held[:NUM_CHECKED], rng)
+    tokenizer().save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    config.write_text(
+        '[model]\npath = "model"\n\n[task]\ntype = "file"\npath = "train.jsonl"\nheldout_path = "held.jsonl"\n'
+        'template = "{question}"\nrewards = [{ type = "exact" }]\n\n[algorithm]\ntype = "trajectory_balance"\n\n'
+        f"[actors]\nnum_actors = 2\ngroup_size = 8\nmax_prompt_tokens = {task.max_prompt_tokens}\n"
+        f"max_new_tokens = {task.max_new_tokens}\n\n"
+        "[learner]\nnum_steps = 200\ngroups_per_step = 16\nlearning_rate = 1e-4\n",
+        encoding="utf-8",
+    )  # last: a folder with it is whole
+    return config
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each character."""
+    raw = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=128,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def imitate(model: LlamaForCausalLM, task: SmallTask, train: list[str], checked: list[str], rng: random.Random) -> None:
+    """Supervised training in place, until half of the answers are right; RuntimeError if they never are."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(1, MOST_STEPS + 1):
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, step / 50)
+        tokens, labels = encode(task, rng.choices(train, k=task.batch_size))
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % CHECK_EVERY == 0:
+            tokens, labels = encode(task, checked)
+            with torch.no_grad():
+                guesses = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
+            # a greedy answer is right if every token is the likeliest after the right ones before it
+            right = 1 - float(((guesses != labels[:, 1:]) & (labels[:, 1:] >= 0)).any(1).float().mean())
+            if right >= STOP_AT:
+                print(f"{step} steps, {right:.3f} right", flush=True)
+                return
+    raise RuntimeError(f"the model is not right on {STOP_AT:.0%} after {MOST_STEPS} steps")
+
+
+def encode(task: SmallTask, questions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, each rows by length, padded at the end; the question is not learned."""
+    rows = []
+    for question in questions:
+        prompt, completion = ([IDS[each] for each in text] for text in (question, task.answer(question)))
+        rows.append(([*prompt, *completion, EOS], [-100] * len(prompt) + [*completion, EOS]))
+    width = max(len(tokens) for tokens, _ in rows)
+    tokens = torch.tensor([tokens + [PAD] * (width - len(tokens)) for tokens, _ in rows])
+    labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows])
+    return tokens, labels
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]))
