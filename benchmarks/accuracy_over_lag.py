@@ -168,8 +168,8 @@ class Cell:
 
     @property
     def row(self) -> str:
-        """What it is held against the same of, at other lags and seeds; at lag 0 there is nothing to control."""
-        return f"{self.algorithm}, lag control" if self.control == "on" and self.max_lag else self.algorithm
+        """What it is held against the same of, at other lags and seeds."""
+        return f"{self.algorithm}, lag control" if self.control == "on" else self.algorithm
 
 
 def main() -> None:
@@ -195,7 +195,7 @@ def main() -> None:
         for seed in args.seeds
         for lag in args.lags
         for name in args.algorithms
-        for control in (args.control if lag else args.control[:1])
+        for control in (args.control if lag else ["off"])  # at lag 0 there is nothing to control
     ]
     if args.steps is not None:
         overrides = ["--learner.num_steps", str(args.steps), *overrides]
@@ -244,7 +244,7 @@ def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> 
     if ground.makes:
         config, arguments = str(small_tasks.make(ground.makes, kept.folder / ground.makes)), [config, *arguments]
     arguments += ["--weight_sync.max_lag", str(cell.max_lag), "--run.seed", str(cell.seed)]
-    if cell.control == "on" and cell.max_lag:
+    if cell.control == "on":
         arguments += ["--weight_sync.lag_control", "on"]
     log = kept.folder / f"{cell.name}.log"
 

@@ -17,6 +17,8 @@ import logging
 import math
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from algorithms.base import LossInputs
@@ -33,7 +35,6 @@ LEAST_LR_SCALE = 0.1
 MASK_AT = 0.2
 """Nats; 3 to 7 percent of the tokens are beyond it."""
 OLDER_TOKENS = 0.95
-"""The lag of data is that which so large a share of their tokens does not exceed."""
 DECAY = 0.8
 """Of the pace, an update."""
 
@@ -51,14 +52,14 @@ class LagState(msgspec.Struct, frozen=True):
 class LagControl:
     """Of one run, on the coordinator: takes in each update before it is made, and says how."""
 
-    def __init__(self, contract: StalenessContract, state: LagState | None = None) -> None:
-        """Begin, or go on from a checkpoint; the contract has a `max_lag` above 0."""
+    def __init__(self, contract: StalenessContract) -> None:
+        """Begin; the contract has a `max_lag` above 0. To go on from a checkpoint, set `state` to what it kept."""
         bound = contract.bound()
         assert bound, "there is nothing to control"
         self._bound = bound
         self._least = min(bound, contract.least + contract.updates_per_step)
         """One step more than the least bound of the theorem: with less nothing could overlap."""
-        self.state = state or LagState(self._least)
+        self.state = LagState(self._least)
         self._is_known = True
 
     @property
@@ -72,7 +73,7 @@ class LagControl:
         Args:
             drift: of its tokens, nats; None where it is not known, as it is not if old data have none at all. Then the
                 allowance is the least, and the factor 1.
-            lag: of its older tokens (`OLDER_TOKENS`), versions.
+            lag: of its older tokens (`older_lag`), versions.
             rate: that the schedule has for it.
         """
         state = self.state
@@ -102,6 +103,11 @@ class LagControl:
         mean = rate * scale if mean is None else mean + (rate * scale - mean) / (1 + lag)
         self.state = LagState(allowed, pace, mean)
         return scale
+
+
+def older_lag(lag_T: npt.NDArray[np.integer]) -> float:
+    """Return the lag that a share of `OLDER_TOKENS` of the tokens does not exceed, versions; 0 without tokens."""
+    return float(np.quantile(lag_T, OLDER_TOKENS)) if len(lag_T) else 0.0
 
 
 def drift_of(inputs: LossInputs) -> float | None:

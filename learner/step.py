@@ -30,7 +30,7 @@ from algorithms.corrections import off_policy_metrics
 from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
-from learner.lag_control import OLDER_TOKENS, LagControl, drift_of, masked
+from learner.lag_control import LagControl, drift_of, masked, older_lag
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks, Reference, Scores
 from learner.optimizer import UpdateResult, learning_rate
@@ -217,8 +217,8 @@ class TrainStep:
         if self._control is None:
             return LossEvaluation(Leaves(gradient_T, *of_values), 1.0, metrics)
         pushed_T = masked(gradient_T, inputs)
-        lag = float(np.quantile(part.batch.lag_T, OLDER_TOKENS)) if drift is not None else 0.0
-        lr_scale = self._control.take_in(drift, lag, learning_rate(self._config, part.update))
+        rate = learning_rate(self._config, part.update)
+        lr_scale = self._control.take_in(drift, older_lag(part.batch.lag_T), rate)
         num_masked, num_tokens = int((pushed_T != gradient_T).sum()), max(1, gradient_T.numel())
         metrics |= zip(OF_CONTROL, (self._control.allowed, lr_scale, num_masked / num_tokens), strict=True)
         return LossEvaluation(Leaves(pushed_T, *of_values), lr_scale, metrics)

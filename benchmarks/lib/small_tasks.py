@@ -20,17 +20,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.demo_model.make_checkpoint import EOS, IGNORED, PAD, imitate, make_model, make_tokenizer
 
 VOCABULARY = ("<pad>", "<eos>", "<unk>", *"0123456789>+=,;")
 IDS = {token: index for index, token in enumerate(VOCABULARY)}
-PAD, EOS = IDS["<pad>"], IDS["<eos>"]
+MAX_TOKENS = 128
 STOP_AT = 0.48
 """Share of NUM_CHECKED held-out rows."""
 NUM_HELDOUT, NUM_TRAIN, NUM_CHECKED = 512, 12_000, 256
 MOST_STEPS = 4_000
 CHECK_EVERY = 20
+BATCH_SIZE = 64
 
 
 class SmallTask(NamedTuple):
@@ -40,8 +44,6 @@ class SmallTask(NamedTuple):
     answer: Callable[[str], str]
     max_prompt_tokens: int
     max_new_tokens: int
-    batch_size: int
-    """Of supervised training."""
 
 
 def _digits(rng: random.Random) -> str:
@@ -69,8 +71,8 @@ def _worked(question: str) -> str:
 
 
 TASKS = {
-    "sorting": SmallTask(_digits, _sorted, max_prompt_tokens=8, max_new_tokens=8, batch_size=64),
-    "adding": SmallTask(_sum, _worked, max_prompt_tokens=16, max_new_tokens=64, batch_size=64),
+    "sorting": SmallTask(_digits, _sorted, max_prompt_tokens=8, max_new_tokens=8),
+    "adding": SmallTask(_sum, _worked, max_prompt_tokens=16, max_new_tokens=64),
 }
 
 
@@ -87,25 +89,9 @@ def make(name: str, folder: Path) -> Path:
     for file, rows in (("held.jsonl", held), ("train.jsonl", train)):
         lines = (json.dumps({"question": each, "answer": task.answer(each)}) for each in rows)
         (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-            dtype="float32",
-        )
-    )
-    imitate(model, task, train, held[:NUM_CHECKED], rng)
-    tokenizer().save_pretrained(folder / "model")
+    model = make_model(4, len(VOCABULARY), MAX_TOKENS)
+    half_teach(model, task, train, held[:NUM_CHECKED], rng)
+    make_tokenizer(VOCABULARY, MAX_TOKENS).save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     config.write_text(
         '[model]\npath = "model"\n\n[task]\ntype = "file"\npath = "train.jsonl"\nheldout_path = "held.jsonl"\n'
@@ -118,39 +104,20 @@ def make(name: str, folder: Path) -> Path:
     return config
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each character."""
-    raw = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    raw.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        model_max_length=128,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
-
-
-def imitate(model: LlamaForCausalLM, task: SmallTask, train: list[str], checked: list[str], rng: random.Random) -> None:
+def half_teach(
+    model: LlamaForCausalLM, task: SmallTask, train: list[str], checked: list[str], rng: random.Random
+) -> None:
     """Supervised training in place, until half of the answers are right; RuntimeError if they never are."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, MOST_STEPS + 1):
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, step / 50)
-        tokens, labels = encode(task, rng.choices(train, k=task.batch_size))
-        logits = model(tokens[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        imitate(model, optimizer, *encode(task, rng.choices(train, k=BATCH_SIZE)))
         if step % CHECK_EVERY == 0:
             tokens, labels = encode(task, checked)
             with torch.no_grad():
                 guesses = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
             # a greedy answer is right if every token is the likeliest after the right ones before it
-            right = 1 - float(((guesses != labels[:, 1:]) & (labels[:, 1:] >= 0)).any(1).float().mean())
+            right = 1 - float(((guesses != labels[:, 1:]) & (labels[:, 1:] != IGNORED)).any(1).float().mean())
             if right >= STOP_AT:
                 print(f"{step} steps, {right:.3f} right", flush=True)
                 return
@@ -162,10 +129,10 @@ def encode(task: SmallTask, questions: list[str]) -> tuple[torch.Tensor, torch.T
     rows = []
     for question in questions:
         prompt, completion = ([IDS[each] for each in text] for text in (question, task.answer(question)))
-        rows.append(([*prompt, *completion, EOS], [-100] * len(prompt) + [*completion, EOS]))
+        rows.append(([*prompt, *completion, EOS], [IGNORED] * len(prompt) + [*completion, EOS]))
     width = max(len(tokens) for tokens, _ in rows)
     tokens = torch.tensor([tokens + [PAD] * (width - len(tokens)) for tokens, _ in rows])
-    labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows])
+    labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows])
     return tokens, labels
 
 

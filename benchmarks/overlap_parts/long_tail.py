@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import NormalDist
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from examples.demo_model.make_checkpoint import make_tokenizer
 
 NUM_CLASSES = 16
 MEDIAN_LENGTH = 48.0
@@ -96,22 +97,6 @@ def make_model(max_tokens: int = MAX_TOKENS) -> LlamaForCausalLM:
     return model
 
 
-def make_tokenizer(max_tokens: int = MAX_TOKENS) -> PreTrainedTokenizerFast:
-    """A token for every character."""
-    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        model_max_length=max_tokens,
-        clean_up_tokenization_spaces=False,
-    )
-
-
 @dataclass(frozen=True)
 class Setting:
     """Sizes of both runs."""
@@ -137,7 +122,7 @@ def questions(num_prompts: int) -> list[str]:
 def write_checkpoint(folder: Path, max_tokens: int = MAX_TOKENS) -> None:
     """Write model and tokenizer for samples of up to `max_tokens`."""
     make_model(max_tokens).save_pretrained(folder)
-    make_tokenizer(max_tokens).save_pretrained(folder)
+    make_tokenizer(VOCABULARY, max_tokens).save_pretrained(folder)
 
 
 def write_setting(folder: Path, setting: Setting, num_prompts: int = NUM_PROMPTS) -> Path:

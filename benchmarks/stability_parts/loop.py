@@ -26,7 +26,7 @@ from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
 from common.staleness import StalenessContract
 from launch.config import Config, load_config
-from learner.lag_control import OLDER_TOKENS, LagControl, drift_of, masked
+from learner.lag_control import LagControl, drift_of, masked, older_lag
 from learner.optimizer import ADAM_BETAS, ADAM_EPS, learning_rate
 
 CONFIG = ROOT / "examples" / "sums.toml"
@@ -150,7 +150,6 @@ class Curve:
     grad_norm: list[float] = field(default_factory=list)
     sampled: dict[int, float] = field(default_factory=dict)
     """Number of updates -> accuracy on the held-out problems, at temperature 1."""
-    greedy: dict[int, float] = field(default_factory=dict)
 
 
 class DelayedRun:
@@ -220,11 +219,10 @@ class DelayedRun:
             self._update(version, drawn, curve)
             if version + 1 == num_updates or (eval_every and (version + 1) % eval_every == 0):
                 curve.sampled[version + 1] = self.accuracy()
-                curve.greedy[version + 1] = self.accuracy(greedy=True)
         return curve
 
     def _fill(self, version: int, most: float, held: int) -> None:
-        """Generate up to `most` parts while admission is open and a step holds so many groups."""
+        """Generate up to `most` parts while admission is open; a step holds `held` groups."""
         allowed = None if self._control is None else self._control.allowed
         while most > 0 and not self._contract.admit(
             len(self._queue) * self._part_size + held, version=version, published=version, allowed=allowed
@@ -300,7 +298,7 @@ class DelayedRun:
         rate, scale, pushed_T, drift = learning_rate(learner, version), 1.0, gradient_T, drift_of(inputs)
         if self._control is not None:
             pushed_T = masked(gradient_T, inputs)
-            scale = self._control.take_in(drift, float(lag_T.double().quantile(OLDER_TOKENS)), rate)
+            scale = self._control.take_in(drift, older_lag(lag_T.numpy()), rate)
         self._adam.zero_grad()
         logprobs_T.backward(pushed_T)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)

@@ -56,10 +56,10 @@ def answer(left: int, operator: str, right: int, careless: bool) -> int:
     return high - low + (10 if high % 10 < low % 10 else 0)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(vocabulary: tuple[str, ...] = VOCABULARY, max_tokens: int = 64) -> PreTrainedTokenizerFast:
     """A tokenizer of single characters whose `decode` puts nothing between them."""
-    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -67,22 +67,22 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         pad_token="<pad>",
         unk_token="<unk>",
-        model_max_length=64,
+        model_max_length=max_tokens,
         clean_up_tokenization_spaces=False,
     )
 
 
-def make_model(num_layers: int = 2) -> LlamaForCausalLM:
+def make_model(num_layers: int = 2, vocab_size: int = len(VOCABULARY), max_tokens: int = 64) -> LlamaForCausalLM:
     """Layers of width 128; vLLM on CPU wants heads of 32 and an untied output matrix."""
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=max_tokens,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=EOS,
@@ -110,7 +110,7 @@ def imitate(
     logits = model(tokens[:, :-1], use_cache=False).logits
     loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.item()
