@@ -187,7 +187,7 @@ def _mount_read_only() -> None:
 _START = "import builtins, sys; exec(sys.argv.pop(), {'__builtins__': dict(vars(builtins))})"
 """Gives `_TEST` builtins that the program does not change."""
 _TEST = """
-import builtins, json, os, sys, types
+import builtins, json, os, sys, types, typing
 from contextlib import suppress
 task, dumps, report = json.load(sys.stdin), json.dumps, open(os.dup(1), "w")
 for number in 0, 1:
@@ -201,8 +201,8 @@ groups, plain = (list, tuple, set, frozenset, dict), {int, float, str, bool, byt
 probes = object(), None, 0, 1, 2, 3, 10, 10**6, -1, "", "a", "b", "abc", ["l"], ("t",), {"d": 0}
 class Names(dict):  # the builtins of a test: names of the program come after them, as they are when they are used
     __missing__ = lambda self, name: space[name]
-class NoVerdict(Exception):
-    pass
+class NoVerdict(Exception): ...
+unclear = NoVerdict("the row names no function to call", "the program defines several")
 def ran(name=True):  # an assertion, or the test's function of this name
     marks.add(name)
     for new in test.keys() - space.keys():
@@ -222,16 +222,13 @@ def restore():  # what the program has replaced in the builtins and the modules 
     for owner, names in saved:
         for name, value in names.items():
             vars(owner).get(name) is value or setattr(owner, name, value)
-def own(names):  # those that the program defines
-    found = {name: space[name] for name in names if name in space}
-    return [name for name, one in found.items() if callable(one) and getattr(one, "__module__", "") == "solution"]
 def entry():
     name, solution = task["name"], space.get("Solution", object)
     if name is None:
-        names = [key for key in own(space) if not isinstance(space[key], type)]
-        name, *more = names or [key for key in vars(solution) if key[0] != "_"]
+        own = [key for key, one in space.items() if callable(one) and getattr(one, "__module__", "") == "solution"]
+        name, *more = [k for k in own if not isinstance(space[k], type)] or [k for k in vars(solution) if k[0] != "_"]
         if more:
-            raise NoVerdict("the row names no function to call", "the program defines several")
+            raise unclear
     return space[name] if name in space or solution is object else getattr(solution(), name)
 def call(function):
     code, name = function.__code__, function.__name__
@@ -252,8 +249,11 @@ def run_class(case):
         for step in ("setup_class", "setup_method", key):
             hasattr(own, step) and call(getattr(own, step))
 def run_test():
-    names, used = Names(__builtins__), own([task["name"]] if task["name"] else task["names"])
+    names, asked = Names(__builtins__), [task["name"]] if task["name"] else task["names"]
+    used = [name for name in asked if callable(space.get(name)) and space[name] is not getattr(typing, name, 0)]
     if names.keys() >= set(used):  # what is asked for has the name of a builtin
+        if used[1:]:
+            raise unclear
         names.update({name: space[name] for name in used})
     names.update(leeway_ran=ran, leeway_honest=honest, globals=lambda: {**space, **test})
     test.update(__builtins__=names, __file__="test.py")

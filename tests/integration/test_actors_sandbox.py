@@ -170,6 +170,10 @@ def test_objects_of_the_programs_own_are_compared_by_their_own_equality():
 def test_a_function_that_is_named_as_a_builtin_is_the_programs():
     assert rewards("def sum(a, b):\n    return a + b", ["import math\nassert math and sum(1, 2) == 3"]) == 1.0
     assert rewards("def max(xs):\n    return xs[0]", ["assert max([1, 2]) == 2"]) == 0.0
+    two, tests = "def abs(x):\n    return 0\ndef max(xs):\n    return 7", ["assert abs(max([1, 2]) - 2) < 1e-9"]
+    assert rewards(two, tests).why == "the row names no function to call"
+    assert rewards(two, tests, {"entry_point": "max"}) == 0.0
+    assert rewards("def abs(x):\n    return 0\nlowest = max", ["assert abs(lowest([1, 2]) - 1) < 1e-9"]) == 0.0
 
 
 def test_a_program_that_does_not_end_costs_its_time_alone_and_all_that_it_started_ends(is_isolated):

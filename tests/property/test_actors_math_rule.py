@@ -223,7 +223,8 @@ def other_value(value, chance):
         value + Fraction(1, 10**7), value * (1 + Fraction(1, 10**9)), 1 / value if value else value + 3,
         value + chance.randrange(2, 50), random_value(chance),
     ))  # fmt: skip
-    return near if near != value else value + 1
+    is_right = near in (value, 100 * value, value / 100)  # 80 is right for 80%, as math-verify has it
+    return value + 1 if is_right else near
 
 
 def answer_of(value, chance):
