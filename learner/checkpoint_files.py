@@ -58,6 +58,8 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     """Steps in a row without a finite loss or gradient, as learner.report counts them."""
     lag_control: LagState | None = None
     """None where lag is not controlled, or before the first update."""
+    learning_rate: float | None = None
+    """`Networks.rate`; None in a checkpoint that was written before it was kept."""
 
 
 class Seal(msgspec.Struct, frozen=True):

@@ -68,7 +68,7 @@ class LearnerConfig(BaseModel):
     critic_learning_rate: PositiveFloat | None = Knob(
         None, "Peak learning rate of a critic: of its model, or of the value head. Unset: as above."
     )
-    warmup_steps: NonNegativeInt = Knob(0, "Steps of linear warm-up.", basic=True)
+    warmup_steps: NonNegativeInt = Knob(0, "Steps of linear warm-up, also into a longer schedule.", basic=True)
     lr_schedule: Literal["constant", "linear", "cosine"] = Knob(
         "constant", "Decay of the learning rate after warm-up, over num_steps."
     )

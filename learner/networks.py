@@ -110,6 +110,8 @@ class Networks:
     mesh: Mesh
     fused: PassesOfBoth | None = None
     """With these the critic's stages are counted from the other end."""
+    rate: float = 0.0
+    """That the schedule had for the last update; 0 before the first."""
 
     @property
     def all(self) -> tuple[Network, ...]:
@@ -198,9 +200,14 @@ class Networks:
         found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch, self.mesh)
         return None if found is None else found[0]
 
+    def next_rate(self, number: int) -> float:
+        """Return the learning rate that the schedule has for the next update, 0-based over all steps."""
+        return learning_rate(self.config, number, self.rate)
+
     def update(self, number: int, lr_scale: float | None) -> UpdateResult:
-        """Take the optimizer step of an update, 0-based over all steps; `lr_scale` as for `update_together`."""
-        return update_together(self.optimizers, learning_rate(self.config, number), lr_scale, self.mesh)
+        """Take the optimizer step of the next update; `lr_scale` as for `update_together`."""
+        self.rate = self.next_rate(number)
+        return update_together(self.optimizers, self.rate, lr_scale, self.mesh)
 
 
 def share_of(packed: PackedBatch, mesh: Mesh, device: torch.device) -> DeviceBatch:

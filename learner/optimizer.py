@@ -32,19 +32,18 @@ BUCKET_ELEMENTS = 2**24
 """Gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
 
 
-def learning_rate(config: LearnerConfig, update: int) -> float:
-    """Return the learning rate of an update: linear warm-up, then a decay which reaches 0 with the last step.
+def learning_rate(config: LearnerConfig, update: int, last: float) -> float:
+    """Return the learning rate of an update: after warm-up a decay, which reaches 0 with the last step.
 
-    Updates are 0-based, and counted over all steps as if none were skipped.
+    Warm-up is a bound on how fast it grows: it is above `last`, that of the update before, by at most 1 / warmup of the
+    peak. A run thus enters a longer schedule without a jump. Updates are 0-based, and counted over all steps as if none
+    were skipped; before the first the rate is 0.
     """
     warmup = config.warmup_steps * config.updates_per_step
-    if update < warmup:
-        return config.learning_rate * (update + 1) / warmup
-    if config.lr_schedule == "constant":
-        return config.learning_rate
-    progress = min(1.0, (update - warmup) / max(1, config.num_steps * config.updates_per_step - warmup))
-    share = 1 - progress if config.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * share
+    progress = min(1.0, max(0, update - warmup) / max(1, config.num_steps * config.updates_per_step - warmup))
+    decays = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    most = last + config.learning_rate / warmup if warmup else math.inf
+    return min(most, config.learning_rate * decays[config.lr_schedule])
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from learner.config import LearnerConfig
 from learner.lag_control import LagControl, drift_of, masked, older_lag
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks, Reference, Scores
-from learner.optimizer import UpdateResult, learning_rate
+from learner.optimizer import UpdateResult
 from learner.packing import MOST_EVALUATED, IntArray
 
 BetweenUpdates = Callable[[int], object]
@@ -217,7 +217,7 @@ class TrainStep:
         if self._control is None:
             return LossEvaluation(Leaves(gradient_T, *of_values), 1.0, metrics)
         pushed_T = masked(gradient_T, inputs)
-        rate = learning_rate(self._config, part.update)
+        rate = self._networks.next_rate(part.update)
         lr_scale = self._control.take_in(drift, older_lag(part.batch.lag_T), rate)
         num_masked, num_tokens = int((pushed_T != gradient_T).sum()), max(1, gradient_T.numel())
         metrics |= zip(OF_CONTROL, (self._control.allowed, lr_scale, num_masked / num_tokens), strict=True)

@@ -196,6 +196,7 @@ class DelayedRun:
             weight_decay=0.0,
         )
         self._loss = loss_for(self.config.algorithm)
+        self._rate = 0.0
 
     @property
     def _pad(self) -> int:
@@ -295,10 +296,11 @@ class DelayedRun:
         output = self._loss(inputs)
         metrics = off_policy_metrics(inputs, lag_T == 0, output.weights_T)
         (gradient_T,) = torch.autograd.grad(output.loss, logprobs_T, retain_graph=True)
-        rate, scale, pushed_T, drift = learning_rate(learner, version), 1.0, gradient_T, drift_of(inputs)
+        rate, scale, pushed_T, drift = learning_rate(learner, version, self._rate), 1.0, gradient_T, drift_of(inputs)
         if self._control is not None:
             pushed_T = masked(gradient_T, inputs)
             scale = self._control.take_in(drift, older_lag(lag_T.numpy()), rate)
+        self._rate = rate
         self._adam.zero_grad()
         logprobs_T.backward(pushed_T)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)

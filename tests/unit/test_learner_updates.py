@@ -1,6 +1,7 @@
 """Several updates per draw: how it is divided, what versions, lags and rates they have, and when they are taken."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -235,17 +236,30 @@ def test_each_update_is_a_version_and_its_lag_counts_from_there(train_step):
     assert result.metrics["updates/skipped"] == 0
 
 
+def rates(config, updates, last=0.0):
+    """Learning rates of some updates in a row."""
+    return list(accumulate(updates, lambda rate, update: learning_rate(config, update, rate), initial=last))[1:]
+
+
 def test_the_learning_rate_warms_up_and_decays_to_nothing():
     config = LearnerConfig(learning_rate=1.0, warmup_steps=2, num_steps=6, lr_schedule="linear")
-    assert [round(learning_rate(config, step), 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(config, range(7)) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     cosine = config.model_copy(update={"lr_schedule": "cosine"})
-    assert learning_rate(cosine, 4) == pytest.approx(0.5)
-    assert learning_rate(LearnerConfig(learning_rate=0.3), 99) == 0.3
+    assert rates(cosine, range(5))[-1] == pytest.approx(0.5)
+    assert rates(LearnerConfig(learning_rate=0.3, warmup_steps=0, lr_schedule="constant"), [99]) == [0.3]
 
 
 def test_the_learning_rate_follows_updates_and_ends_with_the_last_step():
     config = LearnerConfig(learning_rate=1.0, warmup_steps=1, num_steps=3, num_minibatches=2, lr_schedule="linear")
-    assert [learning_rate(config, update) for update in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(config, range(7)) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_a_run_that_gets_more_steps_enters_the_longer_schedule_as_it_warmed_up():
+    config = LearnerConfig(learning_rate=1.0, warmup_steps=4, num_steps=12, lr_schedule="linear")
+    *_, last = rates(config, range(12))
+    assert last == 0.125
+    longer = config.model_copy(update={"num_steps": 44})
+    assert rates(longer, range(12, 16), last) == [0.375, 0.625, 0.75, 0.725]
 
 
 @pytest.mark.parametrize("one_pass", [True, False])
