@@ -139,9 +139,15 @@ def measure_round(folder: Path, number: int, cases: dict[str, Case], python: Pat
     return found
 
 
-def _theirs(case: Case, python: Path) -> Figures:
+def train_theirs(case: Case, python: Path) -> Figures:
+    """What `trl_parts.trainer.train` returns, in an environment that has TRL; MeasurementFailed as it says."""
     call = {"config": str(case.config), "overrides": case.arguments, "num_threads": len(os.sched_getaffinity(0))}
     (found,) = call_in_processes("TRL", "benchmarks.trl_parts.trainer:train", [call], limit_s=LIMIT_S, python=python)
+    return found
+
+
+def _theirs(case: Case, python: Path) -> Figures:
+    found = train_theirs(case, python)
     learner, actors = (getattr(load_config(case.config, case.arguments), name) for name in ("learner", "actors"))
     num_samples = learner.groups_per_step * actors.group_size * (case.num_steps - case.num_warmup)
     seconds = found["steps_s"][-1] - found["steps_s"][case.num_warmup - 1]
@@ -154,11 +160,11 @@ def _ours(folder: Path, name: str, case: Case) -> Figures:
     counted = steps[case.num_warmup :]
     num_samples = sum(row["batch/trajectories"] for row in counted)
     seconds = counted[-1]["finished_s"] - steps[case.num_warmup - 1]["finished_s"]
-    return _figures(num_samples / seconds, _accuracies(run))
+    return _figures(num_samples / seconds, accuracies_of(run))
 
 
-def _accuracies(run: FinishedRun) -> list[tuple[float, float]]:
-    """As TRL's: by when the weights were there, from when the learner began to wait for its first batch."""
+def accuracies_of(run: FinishedRun) -> list[tuple[float, float]]:
+    """As TRL's: seconds until the weights were there, since the learner began to wait for its first batch."""
     first = run.steps[0]
     began_s = first["started_s"] - first["time/wait_for_batch"]
     there_s = {row["version"]: row["finished_s"] - began_s for row in run.steps}
