@@ -95,7 +95,7 @@ def make(name: str, folder: Path) -> Path:
     model.save_pretrained(folder / "model")
     config.write_text(
         '[model]\npath = "model"\n\n[task]\ntype = "file"\npath = "train.jsonl"\nheldout_path = "held.jsonl"\n'
-        'template = "{question}"\nrewards = [{ type = "exact" }]\n\n[algorithm]\ntype = "trajectory_balance"\n\n'
+        'template = "{question}"\nrewards = ["exact"]\n\n[algorithm]\ntype = "trajectory_balance"\n\n'
         f"[actors]\nnum_actors = 2\ngroup_size = 8\nmax_prompt_tokens = {task.max_prompt_tokens}\n"
         f"max_new_tokens = {task.max_new_tokens}\n\n"
         "[learner]\nnum_steps = 200\ngroups_per_step = 16\nlearning_rate = 1e-4\n",

@@ -6,11 +6,15 @@ import time
 
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
+from actors.tasks import load_reward, load_task
+from benchmarks.lib import small_tasks
 from benchmarks.lib.page import judged, origin
 from benchmarks.lib.processes import MeasurementFailed, call_in_processes, environment
 from benchmarks.lib.rounds import means, median_ratio, spread
 from benchmarks.lib.runs import KeptResults
+from launch.config import load_config
 
 SLEEPING = {"args": ["sleep", "60"]}
 
@@ -110,3 +114,16 @@ def test_means_leave_out_what_was_not_measured_and_a_spread_is_shown_where_there
     assert spread([0.5, 0.5], "{:.1f}") == "0.5"
     assert spread([0.2, 0.4], "{:.1f}") == "0.3 (0.2 to 0.4)"
     assert median_ratio([1.0, 6.0, 2.0], [1.0, 2.0, 1.0]) == 2.0
+
+
+@pytest.mark.parametrize("name", small_tasks.TASKS)
+def test_a_small_task_has_a_config_that_loads_and_rewards_the_right_answer_alone(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(small_tasks, "half_teach", lambda *args: None)
+    config = load_config(small_tasks.make(name, tmp_path), [])
+    problem, codec = load_task(config.task).heldout[0], AutoTokenizer.from_pretrained(config.model.path)
+    answer = small_tasks.TASKS[name].answer(problem.text)
+    (reward,) = map(load_reward, load_task(config.task).rewards)
+    assert reward([problem] * 2, [answer, f"{answer}0"]) == [1.0, 0.0]
+    tokens = codec.encode(answer, add_special_tokens=False)
+    assert codec.decode(tokens).replace(" ", "") == answer
+    assert len(tokens) < config.actors.max_new_tokens
