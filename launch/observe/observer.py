@@ -243,6 +243,7 @@ class Observer:
                 self.status.mismatch_lag0_abs = step["mismatch/lag0_abs"]
             metrics = {name: value for name, value in step.items() if not isinstance(value, dict)}
             self.status.row = metrics | self._actor_columns() | self._pool_columns(step)
+            self.status.note_lags(step)
             yield self.status.row
 
     def _actor_columns(self) -> dict[str, Any]:

@@ -35,6 +35,8 @@ STALE_S = 60.0
 """Age in seconds at which the file of a command on another host counts as that of a command that is gone."""
 SILENT_S = 10.0
 """Age in seconds from which the age of the figures is shown."""
+LAG_METRICS = ("lag/token_mean", "lag/allowed", "lag/drift", "brake/lr_scale")
+NUM_LAG_STEPS = 60
 NUM_NAMED = 3
 """Actors that wait for the same thing and are named one by one."""
 LEASE = "waiting for a lease"
@@ -214,6 +216,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     buffer: BufferStatus | None = None
     lags: dict[str, dict[int, int]] = {}
     """Pool -> lag -> trained tokens, once for each update that trained them; a step taken again counts once."""
+    recent_lags: dict[str, list[float | None]] = {}
+    """`LAG_METRICS` of the newest `NUM_LAG_STEPS` steps; empty where lag is not controlled."""
     waits: list[str] = []
     tripped: list[str] = []
     events: list[RunEvent] = []
@@ -224,6 +228,22 @@ class RunStatus(msgspec.Struct, kw_only=True):
         """Share of the last step, and of the wait for its batch, in which the learner computed."""
         step_s, wait_s = (self.row.get(f"time/{name}") for name in ("step", "wait_for_batch"))
         return step_s / (step_s + (wait_s or 0.0)) if step_s else None
+
+    def note_lags(self, step: Mapping[str, Any]) -> None:
+        if step.get("lag/allowed") is not None:
+            before = self.recent_lags
+            self.recent_lags = {name: [*before.get(name, []), step.get(name)][-NUM_LAG_STEPS:] for name in LAG_METRICS}
+
+
+def said_of_control(lags: Mapping[str, Sequence[float | None]], max_lag: int | str) -> str:
+    """Return a sentence on what limited the lag of some steps, and their updates; '' where it was not controlled."""
+    known = {name: [value for value in values if value is not None] for name, values in lags.items()}
+    allowed, scales = (known.get(name) for name in ("lag/allowed", "brake/lr_scale"))
+    if not allowed or not isinstance(max_lag, int):
+        return ""
+    by_control = sum(each < max_lag for each in allowed) / len(allowed)
+    rate = f", and updates took {sum(scales) / len(scales):.0%} of their learning rate" if scales else ""
+    return f"Lag control kept new samples younger than max_lag in {by_control:.0%} of the steps{rate}."
 
 
 @dataclass

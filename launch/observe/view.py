@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from buffer.ledger import COUNTS
-from launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunStatus
+from launch.observe.status import Accuracy, ActorStatus, PoolStatus, ProcessStatus, RunStatus, said_of_control
 from launch.run_folder import RunFolder
 from launch.text import duration, number, printable, share_of, shortened
 
@@ -29,6 +29,7 @@ POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Colours of the pools in their order; they repeat after the last."""
 MARK = "◂ bound"
 MAX_LAG_ROWS = 8
+BLOCKS = " ▁▂▃▄▅▆▇█"
 NAME_WIDTH = 10
 """Columns of the names of panes."""
 DROPPED_FIRST = ("services", "stages", "events", "actors")
@@ -154,6 +155,8 @@ class View:
         yield Pane("services", list(_processes(status.services, self._now_s)), least=1)
         yield Pane("buffer", list(_buffer(status, room)))
         yield Pane("lag", lag_bars(status, room), least=MAX_LAG_ROWS)
+        said = said_of_control(status.recent_lags, status.max_lag)
+        yield Pane("control", [*_control_lines(status, room), *wrapped([said] if said else [])])
         yield Pane("waits", wrapped(status.waits) or idle)
         at = [time.strftime("%H:%M:%S", time.localtime(event.time_s)) for event in status.events]
         events = [Text.assemble((when, "dim"), f" {each.text}") for when, each in zip(at, status.events, strict=True)]
@@ -303,6 +306,16 @@ def lag_bars(status: RunStatus, width: int) -> list[Text]:
             bar.append(f" {MARK}", style="bold")
         bars.append(bar)
     return bars
+
+
+def _control_lines(status: RunStatus, width: int) -> Iterator[Text]:
+    """Yield lag, what lag control allowed and the drift over the newest steps; the first two on one scale."""
+    for name, metric in {"mean": "lag/token_mean", "allowed": "lag/allowed", "drift": "lag/drift"}.items():
+        values = [value or 0.0 for value in status.recent_lags.get(metric, ())][-max(1, width - 16) :]
+        top = max(values, default=0.0) if metric == "lag/drift" else float(status.max_lag)
+        bars = "".join(BLOCKS[min(8, round(8 * value / top))] if top else " " for value in values)
+        if values:
+            yield Text(f"{name:>7} {number(values[-1]):>6}  {bars}")
 
 
 # --- leeway top ---------------------------------------------------------------------------------------

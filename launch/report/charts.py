@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
+from launch.observe.status import LAG_METRICS, said_of_control
 from launch.observe.trace import Event
 from launch.report.data import Point, RunData, thinned
 from launch.text import shortened
@@ -141,14 +142,9 @@ def _metrics(run: RunData, chart: Chart) -> Figure | None:
 
 def _lag(run: RunData, chart: Chart) -> Figure | None:
     """Return the lag, what it may be and the drift that it leads to, with a sentence on what limited it."""
-    figure, bound = _metrics(run, chart), run.knob(chart.bound)
-    allowed, scales = ([y for _, y in run.metrics.of(name)] for name in ("lag/allowed", "brake/lr_scale"))
-    if figure is None or not allowed or not isinstance(bound, int):
-        return figure
-    by_control = sum(each < bound for each in allowed) / len(allowed)
-    rate = f", and updates took {sum(scales) / len(scales):.0%} of their learning rate" if scales else ""
-    note = f"Lag control kept new samples younger than max_lag in {by_control:.0%} of the steps{rate}."
-    return figure._replace(note=note)
+    figure = _metrics(run, chart)
+    lags = {name: [y for _, y in run.metrics.of(name)] for name in LAG_METRICS}
+    return figure and figure._replace(note=said_of_control(lags, run.knob(chart.bound)))
 
 
 def _reward(run: RunData, chart: Chart) -> Figure:

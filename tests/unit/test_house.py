@@ -11,10 +11,10 @@ from tests.walks import BEGIN, END, PAGE
 
 BOUNDS = {
     "files": 153,
-    "lines": 43_036,
-    "lines without planning": 37_947,
+    "lines": 43_066,
+    "lines without planning": 37_977,
     "lines of buffer": 7_266,
-    "lines of launch": 10_937,
+    "lines of launch": 10_967,
     "lines of shell": 910,
     "lines of the report's page": 395,
     "lines of examples": 1_020,

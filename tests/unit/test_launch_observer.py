@@ -188,6 +188,14 @@ def test_trained_tokens_are_counted_by_lag_and_pool_and_those_of_a_step_taken_ag
     assert snapshot.lags["big"] == {0: 120, 1: 80}
 
 
+def test_lag_and_what_was_allowed_are_kept_of_the_newest_steps_where_lag_is_controlled(run):
+    assert run.poll(steps=[step_row(1, 2, 2.0)]).recent_lags == {}
+    steps = [step_row(step, 2, float(step), **{"lag/allowed": 3, "lag/drift": None}) for step in range(2, 70)]
+    kept = run.poll(steps=steps).recent_lags
+    assert kept["lag/token_mean"] == list(range(10, 70))
+    assert (kept["lag/allowed"], kept["lag/drift"]) == ([3] * 60, [None] * 60)
+
+
 def test_a_row_has_the_figures_of_each_pool_and_of_those_who_wait(run):
     news = two_pools()
     run.poll(**news)

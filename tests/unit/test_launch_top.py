@@ -81,6 +81,24 @@ def test_where_there_is_little_room_lags_share_rows_and_the_bound_is_marked_all_
     assert sum(MARK in line for line in shown(recorded(), 40, 16)) == 1
 
 
+def test_what_lag_control_did_over_the_newest_steps_is_drawn_beside_a_sentence():
+    lags = {
+        "lag/token_mean": [step / 20 for step in range(40)],
+        "lag/allowed": [min(4, 1 + step // 10) for step in range(40)],
+        "lag/drift": [0.06] * 40,
+        "brake/lr_scale": [None, *[0.9] * 39],
+    }
+    text = shown(msgspec.structs.replace(recorded(), max_lag=4, recent_lags=lags), 80, 50)
+    first = next(place for place, line in enumerate(text) if line.startswith("control"))
+    found = {line.removeprefix("control").split()[0]: line for line in text[first : first + 3]}
+    assert found["mean"].endswith("1.950  " + "".join(" ▁▂▃▄▅▆▇█"[round(step / 10)] for step in range(40)).rstrip())
+    assert found["allowed"].endswith("4.000  " + 10 * "▂" + 10 * "▄" + 10 * "▆" + 10 * "█")
+    assert found["drift"].endswith("0.060  " + 40 * "█")
+    words = " ".join(line.removeprefix("control").strip() for line in text)
+    assert "younger than max_lag in 75% of the steps, and updates took 90% of their learning rate." in words
+    assert not any("allowed" in line for line in shown(recorded(), 80, 50)), "it is off"
+
+
 def test_a_long_sentence_of_what_is_wrong_is_read_to_its_end():
     tripped = ["actor-3 serves version 0.1 " + "and is behind " * 10 + "since noon"]
     lines = shown(msgspec.structs.replace(recorded(), tripped=tripped), 80, 40)
