@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -104,6 +105,7 @@ class Checkpoints:
     def save(self, networks: Networks, progress: TrainingProgress) -> None:
         """Begin to write a checkpoint, after a `wait` for the one under way; the state is copied on return."""
         self.wait()
+        progress = structs.replace(progress, learning_rate=networks.rate)
         self._under_way = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
 
     def released(self) -> int | None:
@@ -239,6 +241,8 @@ class Checkpoints:
             logger.warning("%s. The checkpoint before it is used", error)
             return None
         self._state.put(networks, read)
+        rate = meta.progress.learning_rate
+        networks.rate = networks.config.learning_rate if rate is None else rate
         return meta
 
     def _checked(self, path: Path) -> tuple[CheckpointMeta, Stored]:

@@ -195,8 +195,6 @@ class Stage:
         if resumed is not None:
             self._progress, self._saved_step = resumed, resumed.step
             self._bad_batches.non_finite_steps = resumed.non_finite_steps
-            known = resumed.learning_rate
-            self._networks.rate = self._config.learning_rate if known is None else known
             if self._control is not None and resumed.lag_control is not None:
                 self._control.state = resumed.lag_control
 
@@ -280,13 +278,7 @@ class Stage:
             raise BadSample(f"step {step}: {error}; {kept}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         control = None if self._control is None else self._control.state
-        self._progress = structs.replace(
-            self._progress,
-            step=step,
-            version=result.version,
-            lag_control=control,
-            learning_rate=self._networks.rate,
-        )
+        self._progress = structs.replace(self._progress, step=step, version=result.version, lag_control=control)
         times = StepTimes(asked_s, started_s, wall_time())
         if self._coordinator is not None and own is not None:
             if result.new_scores:

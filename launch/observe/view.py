@@ -310,11 +310,11 @@ def lag_bars(status: RunStatus, width: int) -> list[Text]:
 
 def _control_lines(status: RunStatus, width: int) -> Iterator[Text]:
     """Yield lag, what lag control allowed and the drift over the newest steps; the first two on one scale."""
-    for name, metric in {"mean": "lag/token_mean", "allowed": "lag/allowed", "drift": "lag/drift"}.items():
-        values = [value or 0.0 for value in status.recent_lags.get(metric, ())][-max(1, width - 16) :]
-        top = max(values, default=0.0) if metric == "lag/drift" else float(status.max_lag)
-        bars = "".join(BLOCKS[min(8, round(8 * value / top))] if top else " " for value in values)
-        if values:
+    if isinstance(status.max_lag, int) and status.recent_lags:
+        for name, metric in {"mean": "lag/token_mean", "allowed": "lag/allowed", "drift": "lag/drift"}.items():
+            values = [value or 0.0 for value in status.recent_lags[metric]][-max(1, width - 16) :]
+            top = max(values) if metric == "lag/drift" else status.max_lag
+            bars = "".join(BLOCKS[min(8, round(8 * value / top))] if top else " " for value in values)
             yield Text(f"{name:>7} {number(values[-1]):>6}  {bars}")
 
 

@@ -96,7 +96,9 @@ def test_what_lag_control_did_over_the_newest_steps_is_drawn_beside_a_sentence()
     assert found["drift"].endswith("0.060  " + 40 * "█")
     words = " ".join(line.removeprefix("control").strip() for line in text)
     assert "younger than max_lag in 75% of the steps, and updates took 90% of their learning rate." in words
-    assert not any("allowed" in line for line in shown(recorded(), 80, 50)), "it is off"
+    for max_lag in (4, "unbounded"):
+        off = shown(msgspec.structs.replace(recorded(), max_lag=max_lag), 80, 50)
+        assert not any("allowed" in line for line in off), "it is off"
 
 
 def test_a_long_sentence_of_what_is_wrong_is_read_to_its_end():
