@@ -40,7 +40,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-CONFIG = LearnerConfig(learning_rate=1e-2)
+CONFIG = LearnerConfig(learning_rate=1e-2, warmup_steps=10)  # a rate that is not restored shows
 BALANCE = TrajectoryBalanceConfig()
 CRITIC_HEAD = OffPolicyPPOConfig(baseline="value_head")
 CRITIC_MODEL = OffPolicyPPOConfig(baseline="critic")
