@@ -91,7 +91,7 @@ class Ground:
     """The task of `lib/small_tasks.py` whose config comes first."""
 
 
-EVERY_TEN = ["--actors.eval_every", "10", "--learner.num_steps", "200"]
+STEADILY = ["--actors.eval_every", "10", "--learner.num_steps", "200", "--learner.lr_schedule", "constant"]
 NUM_LATE = 5
 """Evaluations at the end of a run whose mean is its accuracy, where it evaluates on its way."""
 NO_WORSE = {"accuracy_lag4_minus_lag0": -0.05, "accuracy_lag16_minus_lag0": -0.05, "accuracy_lag64_minus_lag0": -0.05}
@@ -99,7 +99,7 @@ STEADY = "One model and one task, at one learning rate, which stays constant."
 
 
 def _small(name: str, what: str) -> Ground:
-    arguments = {each: ["--algorithm.type", each, *EVERY_TEN] for each in STYLES}
+    arguments = {each: ["--algorithm.type", each, *STEADILY] for each in STYLES}
     return Ground(arguments, RESULTS / f"accuracy_over_lag_{name}.md", what, STEADY, NO_WORSE, makes=name)
 
 
@@ -120,9 +120,7 @@ GROUNDS = {
                 "examples/sums.toml",
                 "--algorithm.type",
                 name,
-                *EVERY_TEN,
-                "--learner.lr_schedule",
-                "constant",
+                *STEADILY,
                 "--learner.groups_per_step",
                 "16",
                 "--task.num_heldout",
@@ -244,8 +242,7 @@ def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> 
     if ground.makes:
         config, arguments = str(small_tasks.make(ground.makes, kept.folder / ground.makes)), [config, *arguments]
     arguments += ["--weight_sync.max_lag", str(cell.max_lag), "--run.seed", str(cell.seed)]
-    if cell.control == "on":
-        arguments += ["--weight_sync.lag_control", "on"]
+    arguments += ["--weight_sync.lag_control", cell.control]
     log = kept.folder / f"{cell.name}.log"
 
     def make(folder: Path) -> dict[str, Any]:

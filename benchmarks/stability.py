@@ -2,10 +2,10 @@
 
     python benchmarks/stability.py [--anew] [--workers 2]
 
-A synchronous loop trains the model of examples/sums.toml on samples of the policy of exactly so many updates before
-(`stability_parts/loop.py`), every algorithm as it ships and with its protection taken off. Takes about two hours on
-two cores. What is finished is kept beside the page, in stability.jsonl, with the commit that it was run at: a call that
-was ended goes on from there, and `--anew` forgets it.
+A loop trains the model of examples/sums.toml on samples of the policy of exactly so many updates before, or, with lag
+control, of up to so many (`stability_parts/loop.py`), every algorithm with its weights and with its protection taken
+off. Takes about three hours on two cores. What is finished is kept beside the page, in stability.jsonl, with the commit
+that it was run at: a call that was ended goes on from there, and `--anew` forgets it.
 
 Writes docs/results/stability.md; the last line of stdout is {row: {"rate_lagL": ..., "accuracy_lagL": ...}}.
 """
@@ -86,9 +86,12 @@ class Row:
     """At which it is trained whole, as it ships: a row that a user gets by `algorithm.type` (and `variant`) alone."""
 
 
-def _row(name: str, *overrides: str, lags: tuple[int, ...], trained_at: tuple[int, ...] = ()) -> Row:
+def _row(
+    name: str, *overrides: str, lags: tuple[int, ...], trained_at: tuple[int, ...] = (), control: str = "off"
+) -> Row:
     kind = name.split(",")[0]
-    row = Row(name, ("--algorithm.type", kind, *overrides), lags, trained_at)
+    controlled = ("--weight_sync.lag_control", control)
+    row = Row(name, ("--algorithm.type", kind, *controlled, *overrides), lags, trained_at)
     load_config(CONFIG, row.overrides)  # a typo is an error before anything runs
     return row
 
@@ -105,6 +108,12 @@ def _unweighted(name: str, *overrides: str) -> Row:
 
 def _candidate(name: str, *overrides: str) -> Row:
     return _row(name, *overrides, lags=(16,))
+
+
+def _controlled(name: str, *overrides: str, samples: int = 256) -> Row:
+    words = "" if samples == 256 else f", {samples} samples"
+    size = ("--learner.groups_per_step", str(samples // 8))
+    return _row(f"{name}, lag control{words}", *size, *overrides, lags=(4, 16, 64), control="on")
 
 
 NONE = ("--algorithm.corrections", "[]")
@@ -125,6 +134,8 @@ ROWS = (
     _candidate("off_policy_ppo, proximal = interpolated", "--algorithm.proximal", "interpolated"),
     _ships("oapl"),
     _unweighted("oapl"),
+    *(_controlled(name) for name in ("trajectory_balance", "online_dpo", "off_policy_ppo", "oapl")),
+    *(_controlled("trajectory_balance", samples=samples) for samples in (64, 128, 512)),
 )
 
 
@@ -241,7 +252,8 @@ SETTING = f"""\
 **What was run.** `examples/sums.toml`, an ordinary model, in a synchronous loop of one process and one thread: the \
 updates are those of the config (loss, optimizer, clipping, schedule), and the samples of an update come from the \
 policy of exactly so many updates before. So the lag is what a run with that `max_lag` has at most, and nothing else \
-of the system takes part; [accuracy_over_lag.md](accuracy_over_lag.md) is the real one. One seed.
+of the system takes part; [accuracy_over_lag.md](accuracy_over_lag.md) is the real one. In rows with lag control that \
+is the bound, and samples are generated twice as fast as they are trained, as admission lets them. One seed.
 
 **The greatest stable rate.** At a constant learning rate (after the warm-up of the config), {NUM_UPDATES} updates, \
 and at least {LAGS_SEEN} times the lag. Stable is a rate at which sampled accuracy on the held-out problems, taken \

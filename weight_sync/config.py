@@ -13,10 +13,11 @@ from common.user_input import Knob
 class WeightSyncConfig(StalenessConfig):
     """Knobs of staleness and of the weight protocol."""
 
-    lag_control: Literal["on", "off"] = Knob(
-        "off",
+    lag_control: Literal["on", "off"] | None = Knob(
+        None,
         "Below max_lag, keep the data near enough to the policy to learn from: how old new samples may become follows "
-        "how far the policy moves, and updates that would go too far are held back.",
+        "how far the policy moves, and updates that would go too far are held back. Unset: on, where max_lag is a "
+        "number above 0.",
         basic=True,
     )
 
@@ -34,7 +35,7 @@ class WeightSyncConfig(StalenessConfig):
 
     @property
     def controls_lag(self) -> bool:
-        return self.lag_control == "on" and self.max_lag not in (0, "unbounded")
+        return self.lag_control != "off" and self.max_lag not in (0, "unbounded")
 
     @model_validator(mode="after")
     def _control_needs_a_bound(self) -> WeightSyncConfig:

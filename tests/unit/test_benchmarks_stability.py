@@ -47,7 +47,7 @@ def test_greedy_is_the_likeliest_token_every_time(model):
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_samples_come_from_the_policy_of_so_many_updates_ago(folder, lag):
-    lagged = ["--learner.learning_rate", "1e-2", "--weight_sync.max_lag", str(lag)]
+    lagged = ["--learner.learning_rate", "1e-2", "--weight_sync.max_lag", str(lag), "--weight_sync.lag_control", "off"]
     run = DelayedRun(["--model.path", str(folder), *SMALL, *lagged], seed=0)
     run._scorer = lambda problems, texts: [float(len(text)) for text in texts]  # some differ
     seen, versions = [], []

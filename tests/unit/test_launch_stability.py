@@ -66,7 +66,8 @@ def test_it_is_told_before_the_fall_is_over():
     [
         (["--algorithm.corrections", "[]"], 'algorithm.corrections = ["token_tis"]', "learning_rate"),
         (["--weight_sync.max_lag", "0"], "learner.learning_rate", "max_lag"),
-        ([], 'weight_sync.max_lag (now 4), or lag_control = "on"', "already"),
+        ([], "lag control already lets new samples be no older than 3 versions", 'lag_control = "on"'),
+        (["--weight_sync.lag_control", "off"], 'weight_sync.max_lag (now 4), or lag_control = "on"', "already"),
         (["--algorithm.type", "off_policy_ppo", "--algorithm.corrections", "[]"], "learner.learning_rate", "token_tis"),
     ],
 )
