@@ -68,9 +68,9 @@ class LearnerConfig(BaseModel):
     critic_learning_rate: PositiveFloat | None = Knob(
         None, "Peak learning rate of a critic: of its model, or of the value head. Unset: as above."
     )
-    warmup_steps: NonNegativeInt = Knob(0, "Steps of linear warm-up, also into a longer schedule.", basic=True)
+    warmup_steps: NonNegativeInt = Knob(10, "Steps of linear warm-up, also into a longer schedule.", basic=True)
     lr_schedule: Literal["constant", "linear", "cosine"] = Knob(
-        "constant", "Decay of the learning rate after warm-up, over num_steps."
+        "linear", "Decay of the learning rate after warm-up, over num_steps."
     )
     max_grad_norm: PositiveFloat = Knob(
         1.0, "Gradient norm over all stages is clipped to this; a critic's, model or value head, on its own."

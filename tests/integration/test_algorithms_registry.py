@@ -381,7 +381,7 @@ def learn_with_it(folder: Path) -> dict:
     except ConfigError as error:
         refused = str(error).removeprefix(f"{folder / 'run.toml'}: ")
     make_models(folder)
-    config, rows = LearnerConfig(learning_rate=1e-3), make_rows(SEED)
+    config, rows = LearnerConfig(learning_rate=1e-3, warmup_steps=0), make_rows(SEED)
     advantages = []
     for row in rows:
         others = [each.reward for each in rows if each.group_id == row.group_id and each is not row]

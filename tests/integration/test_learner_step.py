@@ -29,7 +29,7 @@ from tests.world.learner import (
     train_cases,
 )
 
-ONE = {"learning_rate": 1e-2, "max_grad_norm": 0.05}
+ONE = {"learning_rate": 1e-2, "max_grad_norm": 0.05, "warmup_steps": 0, "lr_schedule": "constant"}
 SEVERAL = {**ONE, "num_minibatches": 2, "num_epochs": 2, "lr_schedule": "linear", "num_steps": 3}
 CASES = {
     "balance": Case("tied", LearnerConfig(**ONE, schedule="1f1b"), TrajectoryBalanceConfig()),

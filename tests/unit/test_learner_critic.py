@@ -69,7 +69,8 @@ def test_a_critic_learns_the_value_of_rewards_it_sees(models, baseline, monkeypa
     """Rewards depend on the prompt alone, so values can know them: the value loss falls by far."""
     monkeypatch.setattr("algorithms.off_policy_ppo.VALUE_CLIP", 100.0)  # 0.2 a draw would take long
     algorithm = OffPolicyPPOConfig(baseline=baseline, gae_lambda=1.0)
-    config = LearnerConfig(learning_rate=1e-6, critic_learning_rate=3e-2, num_epochs=2, max_grad_norm=100)
+    rates = {"learning_rate": 1e-6, "critic_learning_rate": 3e-2, "warmup_steps": 0}
+    config = LearnerConfig(**rates, num_epochs=2, max_grad_norm=100)
     with alone():
         networks, reference = make_networks(models / "untied", config, algorithm)
         before = weights_of(networks)

@@ -133,7 +133,7 @@ def run(tmp_path):
         def train(control=None, algorithm=None, num_steps=1, **config):
             algorithm = algorithm or TrajectoryBalanceConfig()
             one_pass = config.pop("one_pass", True)
-            config = LearnerConfig(**{"learning_rate": RATE, **config})
+            config = LearnerConfig(**{"learning_rate": RATE, "warmup_steps": 0, **config})
             networks, reference = make_networks(tmp_path / "untied", config, algorithm)
             step = TrainStep(networks, reference, algorithm, config, control=control, one_pass=one_pass)
             results, version = [], 0
