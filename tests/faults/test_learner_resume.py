@@ -41,7 +41,9 @@ class Recorded:
         self.algorithm, options, self.updates_per_step = KINDS[kind]
         # a redone step may score other samples together, and in float32 their packing shows in the last bits
         exact = {"precision": "float64"}
-        self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **exact, **options, **config}
+        # the tests below train for other numbers of steps, on which a rate that falls would depend
+        constant = {"lr_schedule": "constant"}
+        self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **exact, **constant, **options, **config}
         self.folder = folder
         record(folder / "recorded", NUM_STEPS, self.updates_per_step)
         run = self.run("never-killed")
