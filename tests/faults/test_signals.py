@@ -106,7 +106,7 @@ def start_run(tmp_path):
 def test_a_signal_ends_a_run_soon_with_its_page(start_run, show, number, send, phase):
     num_steps = "2" if phase == "export" else "100000"
     # what follows an export takes seconds, so that a signal in it does not come when all is done
-    num_heldout = "256" if phase == "export" else "16"
+    num_heldout = "1024" if phase == "export" else "16"
     numbers = ("--learner.num_steps", num_steps, "--task.num_heldout", num_heldout)
     run = start_run(*numbers, "--learner.checkpoint_every", "100000")
     run.wait_for(phase, lambda: PHASES[phase](run), every_s=0.01)
