@@ -1,19 +1,17 @@
-"""Measure the gain from keeping all engine slots filled. Prints one JSON line last.
+"""What it gains that no slot of an engine stays empty. Prints one JSON line last.
 
     python benchmarks/fill.py [--quick] [--rounds 3] [--keep FOLDER] [--page [FILE]]
 
-The benchmark runs `leeway train` on the long-tailed model of `benchmarks/overlap.py`, with the only actor on one core
-and everything else on another, groups of 8 samples, and an engine with 16 slots. In every round the actor leases by two
-rules:
+Real runs of `leeway train` on the long-tailed model of `benchmarks/overlap.py`, the only actor on one core, everything
+else on another: groups of 8 samples, an engine with 16 slots. In every round the actor leases by two rules:
 
-    old   lease a group when it fits as a whole, counting all leased samples not yet in the buffer
-          (`fill_parts/roles.py`)
-    new   lease a group as soon as a slot is free (`ActorsConfig.room`)
+    old   a group once all of it fits beside what is leased and not yet in the buffer (`fill_parts/roles.py`)
+    new   a group as soon as a slot is free (`ActorsConfig.room`)
 
-The maximum lag is so large that admission is always open: generation never waits for the learner. Figures are those of
-actors.jsonl, whose rates cover about ten seconds before each step, averaged over the time after a warm-up.
+The lag allowed is so great that admission is always open: generation never waits for the learner. Figures are those of
+actors.jsonl, rates over ten seconds or so before each step, here means over the time after a warm-up.
 
-`--quick` is for development: one short round; the figures are meaningless. `--page` writes docs/results/fill.md.
+`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/fill.md.
 """
 
 from __future__ import annotations
@@ -43,23 +41,23 @@ OVERRIDES = (
     *("--actors.group_size", "8", "--actors.max_running_samples", "16"),
     *("--weight_sync.max_lag", "1000"),
 )
-MODULES = {"old": "benchmarks.fill_parts.command", "new": "leeway.launch.cli"}
-"""Rule -> module whose `train` command applies it."""
+MODULES = {"old": "benchmarks.fill_parts.command", "new": "launch.cli"}
+"""Rule -> the module whose command runs by it."""
 NUM_STEPS = 30
-"""Steps of a run, about two seconds each."""
+"""Of about two seconds."""
 WARM_UP_S = 15.0
-"""Seconds after the first step that do not count; longer than the window of the rates."""
+"""After the first step; longer than rates look back."""
 AT_LEAST = {"slots_used": 0.97, "new_over_old_tokens_per_s": 1.10}
 
 Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Run the benchmark and print the result."""
+    """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of one run per rule")
-    parser.add_argument("--keep", type=Path, help="keep the run folders here (default: remove them)")
+    parser.add_argument("--rounds", type=int, default=3, help="of a run by each rule")
+    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
     args = parsed(parser, PAGE)
     end_at_sigterm()
     num_rounds, num_steps = (1, 16) if args.quick else (args.rounds, NUM_STEPS)
@@ -78,10 +76,10 @@ def main() -> None:
 
 
 def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, Figures]:
-    """Run once with each rule.
+    """A run by each rule.
 
     Raises:
-        MeasurementFailed: a run failed.
+        MeasurementFailed: one did not end well.
     """
     config, found = write_setting(folder / "setting", setting), {}
     for rule, module in MODULES.items():
@@ -92,22 +90,19 @@ def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, Figu
 
 
 def figures_of(run: FinishedRun) -> Figures:
-    """Return the figures of one run, as means over the counted time.
+    """Of one run, means over the `seconds` that count.
 
     Returns:
-        `slots_used`: fraction of slots with a sample; `tokens_per_s`: completion tokens generated; `step_ms`: duration
-        of an engine step, which generates one token per sample; `waiting`: fraction of steps at whose end the actor
-        was waiting; `seconds`: counted time.
+        `slots_used`: share that had a sample; `tokens_per_s`: completion tokens generated; `step_ms`: that the engine
+        takes for a token of all its samples; `waiting`: share of steps whose end found the actor waiting.
 
     Raises:
-        MeasurementFailed: the run is too short.
+        MeasurementFailed: it is too short.
     """
     began_s = min((row["finished_s"] for row in run.updates), default=0.0) + WARM_UP_S
     rows = [row for row in run.updates if row["finished_s"] >= began_s]
     if len(rows) < 3:
-        raise MeasurementFailed(
-            f"{run.folder.name} has {len(rows)} steps after {WARM_UP_S:g} s of warm-up, expected at least 3"
-        )
+        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps after {WARM_UP_S:g} s of warm-up: too few")
     spans_s = [float(after["finished_s"] - before["finished_s"]) for before, after in pairwise(rows)]
     names = ("slots_used", "tokens_per_s", "step_ms")
     found = {name: fmean((row[f"pool/actors/{name}"] or 0.0 for row in rows[1:]), spans_s) for name in names}
@@ -115,7 +110,7 @@ def figures_of(run: FinishedRun) -> Figures:
 
 
 def compared(rounds: Sequence[dict[str, Figures]]) -> Figures:
-    """Return the figures of the JSON line: medians of the new rule and the ratio; `old` and `new` as means."""
+    """The figures of the JSON line: of the new rule and the ratio the medians, of `old` and `new` means over rounds."""
     ratios = [each["new"]["tokens_per_s"] / each["old"]["tokens_per_s"] for each in rounds]
     return {
         "rounds": len(rounds),
@@ -127,25 +122,25 @@ def compared(rounds: Sequence[dict[str, Figures]]) -> Figures:
 
 
 def page(result: Figures) -> list[str]:
-    """Return the paragraphs of the page."""
+    """The paragraphs of the page."""
     command, ratios = f"python benchmarks/fill.py --rounds {result['rounds']} --page", result["new_over_old_rounds"]
     head = (
-        f"{origin(command, result['machine'], result['machine']['commit'])} The runs are `leeway train` on the model "
-        "and the machine of [overlap.md](overlap.md): one actor on its own core, everything else on the other, 8 "
-        "samples per prompt, 16 slots, admission always open. With the old rule the actor leases a group when it fits "
-        "as a whole, counting all leased samples not yet in the buffer; with the new rule, as soon as a slot is free. "
-        f"Figures cover the time from {WARM_UP_S:g} s after the first step of a run to its last step. Tokens per "
-        f"second, new over old, in each of {result['rounds']} rounds: {', '.join(f'{each:.2f}' for each in ratios)}."
+        f"{origin(command, result['machine'], result['machine']['commit'])} Real runs of `leeway train` on the model "
+        "and the machine of [overlap.md](overlap.md): one actor on a core of its own, all else on the other, 8 samples "
+        "a prompt, 16 slots, admission always open. By the old rule the actor leases a group once all of it fits "
+        "beside what is leased and not yet in the buffer; by the new one as soon as a slot is free. Figures are of the "
+        f"time from {WARM_UP_S:g} s after the first step of a run to its last step. Tokens per second, new over old, "
+        f"in each of {result['rounds']} rounds: {', '.join(f'{each:.2f}' for each in ratios)}."
     )
     lines = [
-        ("fraction of slots with a sample", "slots_used", "{:.3f}"),
+        ("share of the slots that had a sample", "slots_used", "{:.3f}"),
         ("completion tokens generated per second", "tokens_per_s", "{:.0f}"),
-        ("engine step, ms", "step_ms", "{:.2f}"),
-        ("steps at whose end the actor was waiting", "waiting", "{:.0%}"),
+        ("ms of a step of the engine", "step_ms", "{:.2f}"),
+        ("steps whose end found the actor waiting", "waiting", "{:.0%}"),
     ]
-    rows = [[label, *(form.format(result[rule][key]) for rule in MODULES)] for label, key, form in lines]
+    rows = [[said, *(form.format(result[rule][key]) for rule in MODULES)] for said, key, form in lines]
     cells = table(["mean of the rounds", "old rule", "new rule"], rows)
-    return ["# Engine slot utilization", head, bars_table(result["wanted"], "at least"), cells]
+    return ["# No slot stays empty, measured", head, bars_table(result["wanted"], "at least"), cells]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Measure the effect of config keys in sweeps on the demo, one key at a time. Prints one JSON line last.
+"""What each knob costs and brings: sweeps on the demo, one knob at a time. Prints one JSON line last.
 
     python benchmarks/tuning.py [--quick] [--only KEY ...] [--seeds 0] [--steps 60] [--work FOLDER] [--page [FILE]]
 
-Each run is `leeway train examples/demo.toml`; runs are sequential on one machine. SWEEPS lists the keys and values.
-`--work` stores the figures of finished runs; a later call runs only the missing ones. `--quick` is for development: the
-ends of each sweep and few steps; its figures are meaningless. `--page` writes docs/results/tuning.md and its charts.
+Every run is one `leeway train examples/demo.toml`, one after the other on the same machine; SWEEPS says which knobs are
+turned. `--work` keeps the figures of finished runs: called again, only the missing ones are run.
+`--quick` is for development: the ends of each sweep, few steps, and its figures mean nothing. `--page` writes
+docs/results/tuning.md and its charts.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ PAGE = RESULTS / "tuning.md"
 CONFIG = Path("examples/demo.toml")
 QUICK_STEPS = 10
 ENDS = 0.2
-"""Fraction of the steps at the start and at the end whose mean rewards give the gain."""
+"""The gain of reward is between the means of the first and of the last so many of the steps."""
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 32
 SAMPLES_PER_STEP = GROUP_SIZE * GROUPS_PER_STEP
-"""Sizes of the demo."""
+"""Of the demo."""
 
 Overrides = tuple[str, ...]
 EVERY_RUN: Overrides = ("--tracking.wandb", "disabled", "--actors.cpus", "0.25")
-"""Overrides of every run. The default CPU reservation, which limits nothing, leaves no room for a third actor."""
+"""Of every run. What Ray reserves limits nothing; with the default, two cores have no room for a third actor."""
 
 Results = Mapping[str, Mapping[int, Figures]]
-"""Key of a sweep -> value -> figures."""
+"""Key of a sweep -> value of the knob -> figures."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Values of one config key."""
+    """One knob."""
 
     key: str
     values: tuple[int, ...]
     default: int
-    """Value in examples/demo.toml, or the default of the config."""
+    """Its value in examples/demo.toml, or the default of the config."""
 
     @property
     def name(self) -> str:
-        """Name of its files."""
+        """Of its files."""
         return self.key.rpartition(".")[2]
 
     def overrides(self, value: int) -> Overrides:
-        """Return the arguments of `leeway train`; none for the default."""
+        """Arguments of `leeway train`, none for the default."""
         if value == self.default:
             return ()
         found: Overrides = (f"--{self.key}", str(value))
@@ -79,25 +80,25 @@ SWEEPS = (
 
 
 def runs_of(sweeps: tuple[Sweep, ...]) -> list[Overrides]:
-    """Return all distinct runs in order; the default, which every sweep has, appears once."""
+    """Every different run, in order; the default stands once, though every sweep has it."""
     return list(dict.fromkeys(sweep.overrides(value) for sweep in sweeps for value in sweep.values))
 
 
 def main() -> None:
-    """Run the missing cells, print the result, and write the page and the charts."""
+    """Run what is missing, write the page and the charts."""
     keys = [sweep.key for sweep in SWEEPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="ends of each sweep and few steps, for development")
+    parser.add_argument("--quick", action="store_true", help="the ends of each sweep, few steps, for development")
     parser.add_argument("--only", nargs="+", choices=keys, metavar="KEY", help=" ".join(keys))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=60, help="learner.num_steps of every run")
-    parser.add_argument("--work", type=Path, help="store results here (default: discard)")
+    parser.add_argument("--work", type=Path, help="keeps finished runs (default: keeps none)")
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
     )
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
-        parser.error("--page needs all sweeps at full size: omit --quick and --only, or omit --page")
+        parser.error("a page shows all sweeps, whole; leave --page, or --quick and --only, out")
     end_at_sigterm()
     sweeps = tuple(sweep for sweep in SWEEPS if args.only is None or sweep.key in args.only)
     if args.quick:
@@ -118,10 +119,10 @@ def main() -> None:
 
 
 def measure(kept: KeptResults, num_steps: int, sweeps: tuple[Sweep, ...], seeds: list[int]) -> Results:
-    """Return the figures of every value of every sweep, as means over seeds.
+    """The figures of every value of every sweep, means over seeds.
 
     Raises:
-        MeasurementFailed: a run failed.
+        MeasurementFailed: a run did not end well.
     """
     found: dict[Overrides, Figures] = {}
     runs = runs_of(sweeps)
@@ -133,10 +134,10 @@ def measure(kept: KeptResults, num_steps: int, sweeps: tuple[Sweep, ...], seeds:
 
 
 def one(kept: KeptResults, num_steps: int, overrides: Overrides, seed: int) -> Figures:
-    """Return the figures of a run; run it if there is no stored result.
+    """Figures of a run, which is made where it was not before.
 
     Raises:
-        MeasurementFailed: the run failed.
+        MeasurementFailed: it did not end well.
     """
     name = "-".join([*(word.removeprefix("--") for word in overrides or ["demo"]), f"seed{seed}"])
     arguments = ["--learner.num_steps", str(num_steps), "--run.seed", str(seed), *EVERY_RUN, *overrides]
@@ -145,25 +146,26 @@ def one(kept: KeptResults, num_steps: int, overrides: Overrides, seed: int) -> F
     return found
 
 
-# --- figures of a run ----------------------------------------------------------------------------
+# --- what is computed from a run -----------------------------------------------------------------
 
 
 def figures_of(run: FinishedRun) -> dict[str, float | None]:
-    """Return the figures of one run.
+    """Of one run.
 
     Returns:
         Rates per second of wall time from the first step to the last: `samples_per_s` and `trained_tokens_per_s`
-        trained, `generated_tokens_per_s` generated. `reward_per_min`: gain of the mean reward per minute. `accuracy`:
-        greedy held-out accuracy after the last step. Lags in versions. `learner_idle_frac`: fraction of the time in
-        which the learner waits for a batch; `actor_idle_frac`: in which an actor has no training request running, mean
-        over actors. `dropped_stale`: fraction of the committed samples.
+        trained, `generated_tokens_per_s` generated. `reward_per_min`: gain of the mean reward, over the minutes between
+        the steps that it is taken from. `accuracy`: greedy, held-out, after the last
+        step. Lags in versions. `learner_idle_frac`: share of the time that it waited for a batch;
+        `actor_idle_frac`: that an actor had no training request running, mean over actors. `dropped_stale`: share of
+        the committed samples.
 
     Raises:
-        MeasurementFailed: the run is too short.
+        MeasurementFailed: it is too short.
     """
     rows = run.updates
     if len(rows) < 5:
-        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps with an update, expected at least 5")
+        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps that took an update; at least 5 are needed")
     window = float(rows[0]["finished_s"]), float(rows[-1]["finished_s"])
     seconds, counted = window[1] - window[0], rows[1:]
     actors = run.generated(window).values()
@@ -187,7 +189,7 @@ def figures_of(run: FinishedRun) -> dict[str, float | None]:
 
 
 def reward_per_min(rows: Sequence[Row]) -> float:
-    """Return the gain of the mean reward per minute of wall time, from the first ENDS of the steps to the last."""
+    """Gain of the mean reward per minute of wall time, from the first ENDS of the steps to the last."""
     num = max(1, round(ENDS * len(rows)))
     first, last = rows[:num], rows[-num:]
     gain = fmean(row["reward/mean"] for row in last) - fmean(row["reward/mean"] for row in first)
@@ -196,7 +198,7 @@ def reward_per_min(rows: Sequence[Row]) -> float:
 
 
 def over_seeds(found: Sequence[Figures]) -> dict[str, float | None]:
-    """Return means over the seeds of a run, and the maximum of `lag_max`."""
+    """Means over the seeds of a run; of `lag_max` the greatest."""
     return {**means(found), "lag_max": max(each["lag_max"] or 0.0 for each in found)}
 
 
@@ -216,37 +218,37 @@ COLUMNS = {
     "actors idle": ("actor_idle_frac", "{:.0%}"),
     "dropped as stale": ("dropped_stale", "{:.1%}"),
 }
-"""Column -> figure, and its format."""
+"""Column -> figure, and how it reads."""
 READING = (
     "Rates are per second of wall time between the first step and the last, so that start-up and evaluations "
-    f"do not count. Reward per minute: the mean reward of the last {ENDS:.0%} of the steps minus that of the first, "
+    f"do not count. Reward per minute: the mean reward of the last {ENDS:.0%} of the steps less that of the first, "
     "over the minutes between them. Accuracy: greedy, on the held-out problems, after the last step; all runs have "
-    "then trained the same number of samples. Lag is in policy versions, over trained tokens. The learner is idle "
+    "then trained the same number of samples. Lag in policy versions, over trained tokens. The learner is idle "
     "while it waits for a batch, an actor while it has no training request running.\n\n"
-    "Limits: all processes share the cores of this machine, so actors and learner slow each other down, and a third "
-    "actor takes processor time from the learner. On separate machines the lags and idle fractions change in the same "
-    f"way, but the rates do not. The demo has groups of {GROUP_SIZE}, {GROUPS_PER_STEP} of them per step, and "
-    "completions of three or four tokens; the effect of a long tail of lengths is measured in "
-    "[overlap.md](overlap.md)."
+    "What it does not show: all processes share the cores of this machine, so actors and learner slow each other, "
+    "and a third actor takes from the learner what it generates. Where they have machines of their own, the lags "
+    f"and the idle shares move the same way, the rates do not. The demo has groups of {GROUP_SIZE}, "
+    f"{GROUPS_PER_STEP} of them in a step, and answers of three or four tokens: what the long tail of real answers "
+    "does is measured in [overlap.md](overlap.md)."
 )
 
 PANELS = (
     ("completion tokens per second", (("generated_tokens_per_s", "generated"), ("trained_tokens_per_s", "trained"))),
     ("gain of reward per minute", (("reward_per_min", ""),)),
     ("lag, versions", (("lag_mean", "mean"), ("lag_p95", "p95"), ("lag_max", "max"))),
-    ("idle fraction", (("learner_idle_frac", "learner"), ("actor_idle_frac", "actors"))),
+    ("idle share", (("learner_idle_frac", "learner"), ("actor_idle_frac", "actors"))),
 )
 COLOURS = ("#0072B2", "#D55E00", "#009E73")
-"""Colour-blind-safe palette."""
+"""Told apart by the colour-blind."""
 MARKERS = ("o", "s", "^")
 INK = "#767676"
-"""Colour of axes and text, readable on white and on black."""
+"""Of axes and words: readable on white and on black."""
 
 
 def write_results(path: Path, results: Results, machine: Machine, command: str, seeds: list[int]) -> None:
-    """Write the page and, next to it, the chart of every measured sweep."""
+    """Write the page and, beside it, the chart of every sweep that was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = ["# Effect of config keys", _head(results, machine, command, seeds)]
+    parts = ["# Turning knobs, measured", _head(results, machine, command, seeds)]
     for sweep in (sweep for sweep in SWEEPS if sweep.key in results):
         chart = path.with_name(f"{path.stem}_{sweep.name}.svg")
         draw(sweep, results[sweep.key], chart)
@@ -259,26 +261,26 @@ def _head(results: Results, machine: Machine, command: str, seeds: list[int]) ->
     num_steps = max(int(figures["num_steps"] or 0) for figures in runs)
     over = f"Means over seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else f"One seed ({seeds[0]})."
     return (
-        f"{origin(command, machine, machine['commit'])} Sequential runs of `examples/demo.toml` with {num_steps} steps "
-        f"of {SAMPLES_PER_STEP} samples each. A run differs from the demo in the key of its row and in "
-        f"`{' '.join(EVERY_RUN)}`, which do not affect speed. {over} For recommendations, see "
-        "[tuning.md](../tuning.md)."
+        f"{origin(command, machine, machine['commit'])} `examples/demo.toml` over the real system, {num_steps} steps "
+        f"of {SAMPLES_PER_STEP} samples each, one run after the other; a run differs from the demo in the knob that "
+        f"its row names, and in `{' '.join(EVERY_RUN)}`, which change no speed. {over} What to make of "
+        "it: [tuning.md](../tuning.md)."
     )
 
 
 def _section(sweep: Sweep, found: Mapping[int, Figures], figure: str) -> list[str]:
     name = f"`{sweep.key}`"
     if sweep.name == "group_size":
-        name += f", with `learner.groups_per_step` = {SAMPLES_PER_STEP} / `group_size`"
+        name += f", with `learner.groups_per_step` {SAMPLES_PER_STEP} over it"
     rows = []
     for value, figures in sorted(found.items()):
         cells = [number(figures[key], form) for key, form in COLUMNS.values()]
         rows.append([f"**{value}** (the demo)" if value == sweep.default else str(value), *cells])
-    return [f"## {name}", f"![Rates, lag and idle fractions over {sweep.key}]({figure})", table([name, *COLUMNS], rows)]
+    return [f"## {name}", f"![{sweep.key} against rates, lag and idle shares]({figure})", table([name, *COLUMNS], rows)]
 
 
 def draw(sweep: Sweep, found: Mapping[int, Figures], path: Path) -> None:
-    """Write the chart of a sweep: figures over the values of its key."""
+    """Write the chart of a sweep: what each value of its knob came to."""
     inks = {f"{part}_color": INK for part in ("text", "xtick", "ytick")}
     inks |= {f"axes_{part}": INK for part in ("edgecolor", "labelcolor", "titlecolor")}
     with drawn(path, 11, 2.5, font_size=9, **inks) as figure:

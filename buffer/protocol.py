@@ -1,7 +1,7 @@
 """Messages between `BufferClient` and `BufferService`; a body, if any, is an Arrow IPC stream.
 
-A client sends Hello first. The service refuses requests of other clients, and requests that `ALLOWED_ROLES` does not
-allow to the client's role. Requests are idempotent: each has a key (an epoch and sequence number, a lease, a step).
+A client sends Hello first. One that has not, or asks what `ASKED_BY` does not give its role, is refused. Requests are
+idempotent: each names what it is about (an epoch and sequence number, a lease, a step).
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from leeway.buffer.lengths import LengthFidelity
-from leeway.common.rpc.messages import RETRY as RETRY
-from leeway.common.rpc.messages import ROLES, Count, Message, Protocol, Role
-from leeway.common.rpc.messages import Done as Done
-from leeway.common.rpc.messages import Refused as Refused
+from buffer.lengths import LengthFidelity
+from common.rpc.messages import RETRY as RETRY
+from common.rpc.messages import ROLES, Count, Message, Protocol, Role
+from common.rpc.messages import Done as Done
+from common.rpc.messages import Refused as Refused
 
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-"""A time span in seconds; neither NaN nor infinite."""
+"""A time span; neither NaN nor infinite."""
 
 
 # --- requests -------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """First message of a client. Opens a new epoch for its name, which fences the older epochs."""
+    """First message of a client. Opens a new epoch of an actor, which fences its older ones."""
 
     role: Role
     name: str
     session: str
-    """Random per client process: a repeated Hello opens one epoch. All fields equal those of `ClientIdentity`."""
+    """Random per client process: the same Hello sent twice opens one epoch. All three are those of the `Asker`."""
 
 
 class LeaseRequest(Message, frozen=True):
-    """Request of an actor for up to `max_groups` groups of K samples."""
+    """An actor asks for up to `max_groups` groups of K samples to generate."""
 
     actor: str
     epoch: Count
     request_number: Count
-    """Increases per epoch; a repeated number returns the same leases."""
+    """Counts up per epoch; the same number asked again returns the same leases."""
     max_groups: Count
     lane: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    """Pool of the actor; actors of one lane have equal speed."""
+    """The pool of the actor; those of a lane are of one speed."""
     token_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
-    """Seconds per token of each sample when the actor runs at capacity; 0: unknown."""
+    """Seconds for a token of each sample that the actor has room for; 0: not known."""
     wants_lengths: bool = False
-    """The leases should include length predictions."""
+    """Predictions of lengths are to come with the leases."""
 
 
 class Push(Message, frozen=True):
@@ -60,7 +60,7 @@ class Push(Message, frozen=True):
 
 
 class GiveUp(Message, frozen=True):
-    """Failed samples of a lease: generation or reward failed."""
+    """Samples of a lease that will not come: generation or reward failed."""
 
     actor: str
     epoch: Count
@@ -71,8 +71,8 @@ class GiveUp(Message, frozen=True):
 
 
 class HandOn(Message, frozen=True):
-    """Unfinished samples of a lease to requeue. The body holds their partial rollouts, as trajectories with
-    finish_reason `schema.REQUEUED`. Samples without one start from an earlier partial rollout, or from the prompt.
+    """Samples of a lease that the actor leaves unfinished; the body holds what it has of them, as trajectories with
+    finish_reason `schema.HANDED_ON`. Others start anew, or where they started before.
     """
 
     is_bulk: ClassVar[bool] = True
@@ -83,11 +83,11 @@ class HandOn(Message, frozen=True):
     attempt: Count
     sample_indices: list[Count]
     goes_on: bool = False
-    """The actor continues generating; the partial rollouts are only saved, in case the actor crashes."""
+    """The actor continues: what there is so far is only kept, in case it dies."""
 
 
 class Renew(Message, frozen=True):
-    """Extension of the deadlines of these leases."""
+    """The actor still works on these leases."""
 
     actor: str
     epoch: Count
@@ -95,42 +95,42 @@ class Renew(Message, frozen=True):
 
 
 class DrawRequest(Message, frozen=True):
-    """Request of the learner for the groups of step `step`, which begins at `version`."""
+    """The learner asks for the groups of step `step`, which begins at `version`."""
 
     step: Count
-    """Steps are counted from 1: after step n, n steps are finished."""
+    """Steps are counted from 1: step n makes n finished steps."""
     version: Count
     """Optimizer steps taken when this step begins."""
     incarnation: Number
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     wait_s: Seconds
-    """Timeout after which the service answers even if the step is not ready."""
+    """The service answers at the latest after this time, ready or not."""
     allowed_lag: Count | None = None
-    """Lag bound for the leasing of new groups, if smaller than `max_lag`; None: `max_lag`."""
+    """From now on new groups are leased as if this were `max_lag`, where it is less; None: by `max_lag` itself."""
 
 
 class WriteScores(Message, frozen=True):
     """Reference log-probabilities of trajectories; the body is an Arrow IPC stream of `schema.SCORES`."""
 
 
-class PosteriorsRequest(Message, frozen=True):
-    """Request for the length posteriors of the prompts whose groups completed most recently."""
+class VisitsRequest(Message, frozen=True):
+    """Ask what is known of the lengths of answers, of the prompts that groups were seen of last."""
 
 
 class Expect(Message, frozen=True):
-    """Length predictions of prompts without a group; the body has a row of `schema.EXPECTED` for each prompt from
-    `first` on.
+    """Predictions of the lengths of prompts without a group; the body has rows of `schema.EXPECTED`, for each prompt
+    from `first` on.
     """
 
     is_bulk: ClassVar[bool] = True
 
     first: Count
     variance: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
-    """Variance of the prompts' offsets around their predictions."""
+    """Of a prompt's own part, around the prediction."""
 
 
 class StepFinished(Message, frozen=True):
-    """Report that step `step` is done and the learner is at `version`, which increases by 1 per applied update."""
+    """Step `step` is done and the learner is now at `version`: one more for each update that was applied."""
 
     step: Count
     version: Count
@@ -140,21 +140,21 @@ class StepFinished(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """Report that actors can pull this version from the weight store."""
+    """This version can be pulled from the weight store."""
 
     incarnation: Number
     version: Count
 
 
 class CheckpointDurable(Message, frozen=True):
-    """Report that a checkpoint at `step` is durable; uses up to and including this step are final."""
+    """Uses up to and including `step` are final."""
 
     step: Count
     incarnation: Number
 
 
 class BeginIncarnation(Message, frozen=True):
-    """Start (or restart from a checkpoint) of a learner at `version`, after `step` finished steps."""
+    """A learner starts (or restarts from a checkpoint) at `version`, having finished `step` steps."""
 
     session: str
     version: Count
@@ -162,28 +162,28 @@ class BeginIncarnation(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Command to grant no further leases until another learner begins."""
+    """Grant no further leases until another learner begins."""
 
 
 class StatusRequest(Message, frozen=True):
-    """Request for `Status`."""
+    """Ask for the ledger and what is in flight."""
 
 
 # --- replies --------------------------------------------------------------------------------------
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """Limit of unacknowledged data per client; bounds the memory of both sides."""
+    """How much a client may have sent without an acknowledgement: it bounds the memory of both sides."""
 
     rows: int = 1024
     size_bytes: int = 16 * 2**20
 
 
 class Welcome(Message, frozen=True):
-    """Reply to Hello."""
+    """Answers `Hello`."""
 
     epoch: int
-    """Number of this process among the processes of its name, from 1."""
+    """Counts the processes of this name, from 1."""
     credit: Credit = Credit()
 
 
@@ -195,32 +195,32 @@ class Lease(msgspec.Struct, frozen=True):
     group_id: int
     prompt_id: int
     sample_indices: list[int]
-    """The missing samples; at the first attempt all K."""
+    """The samples still missing: all K of them at the first attempt."""
     min_version: int
-    """Minimum policy version at which requests of this lease start."""
+    """No request of this lease starts below this version."""
     timeout_s: float
     prefixes: list[int] = []
-    """Indices of samples with partial rollouts."""
+    """Samples with partial rollouts."""
     usual_tokens: float = 0.0
-    """Predicted geometric mean of the tokens of its prompt's completions; 0: unknown, or not requested."""
+    """Predicted geometric mean of the tokens of its prompt's completions; 0: not known, or not asked for."""
 
 
 class LeaseGrant(Message, frozen=True):
-    """Reply to LeaseRequest; without leases while admission is closed. The body has a row for each of the `prefixes`
+    """Answer to LeaseRequest; without leases while admission is closed. The body has a row for each of the `prefixes`
     of each lease, in order.
     """
 
     leases: list[Lease]
     newest: tuple[int, int]
     draining: bool
-    requeue_at: Count = 0
-    """Tokens at which the actor requeues a sample, because it would be late and a faster lane exists; 0: never."""
+    hand_on_at: Count = 0
+    """Tokens at which a sample is to be handed on, because it would be late and a faster lane exists; 0: never."""
     is_near_bound: bool = False
-    """Admission was closed recently, so the actor should lease no more than it needs."""
+    """Admission was closed a short time ago, so the actor should lease no more than it needs."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """Outcome of one pushed trajectory."""
+    """Reports what became of one pushed trajectory."""
 
     seq: int
     outcome: str
@@ -229,82 +229,82 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class PushReply(Message, frozen=True):
-    """Reply to Push, sent after the transaction is on disk."""
+    """Answer to Push, sent after the transaction is on disk."""
 
     committed: list[tuple[int, int]]
-    """First and last sequence number of each run of committed trajectories."""
+    """First and last sequence number of each run of trajectories that were committed."""
     others: list[RowResult]
     credit: Credit | None = None
 
     @property
     def results(self) -> list[RowResult]:
-        """Outcomes of all trajectories, in order of sequence numbers."""
+        """What became of each trajectory, by sequence number."""
         runs = [RowResult(seq, "committed") for first, last in self.committed for seq in range(first, last + 1)]
         return sorted([*runs, *self.others], key=attrgetter("seq"))
 
 
 class RenewReply(Message, frozen=True):
-    """Reply to Renew, with the leases that the actor no longer holds."""
+    """Answer to Renew: these leases are no longer the actor's."""
 
     lost: list[int]
 
 
 class DrawReply(Message, frozen=True):
-    """Reply to DrawRequest. If `ready`, the body holds the trajectories in the order of `group_ids`."""
+    """Answer to DrawRequest. Where `ready`, the body holds the trajectories in the order of `group_ids`."""
 
     ready: bool
     step: int
     group_ids: list[int]
     record_ids: list[int]
-    """The key of each trajectory, under which scores are written back."""
+    """One per trajectory: the key under which scores are written back."""
     waiting_for: str = ""
-    """If not ready: the missing samples and the actors that hold their leases."""
+    """If not ready: what is missing and who owes it."""
     ledger: dict[str, int] = msgspec.field(default_factory=dict)
     """The counts of `Status.ledger` in the transaction of the draw."""
     fidelity: LengthFidelity = LengthFidelity()
 
 
-class PosteriorsReply(Message, frozen=True):
-    """Reply to PosteriorsRequest; the body is an Arrow IPC stream of `schema.POSTERIORS`."""
+class VisitsReply(Message, frozen=True):
+    """Answer to VisitsRequest; the body is an Arrow IPC stream of `schema.VISITS`."""
 
     num_seen: int
-    """Prompts with a group; the body has at most `leeway.planning.lengths.MAX_POSTERIORS` of them."""
+    """Prompts with a group; the body has at most `planning.lengths.MOST_TOLD` of them."""
     is_expecting: bool
-    """The service has predictions of the other prompts."""
+    """It has predictions of the others."""
 
 
 class IncarnationReply(Message, frozen=True):
-    """Reply to BeginIncarnation."""
+    """Answers `BeginIncarnation`."""
 
     incarnation: int
     resumed_at: dict[int, int]
-    """Incarnation -> the version that it started from."""
+    """For every incarnation, the version that it started from."""
 
 
 STAGES = {
-    "wait": "idle, without messages",
-    "receive": "receive the messages of a turn, compare their checksums",
-    "validate": "decode pushed Arrow bodies, encode their rows for the disk",
-    "index": "validate values, handle every row and request, put blocks and groups into the transaction",
+    "wait": "nothing: no message is there",
+    "receive": "take the messages of a turn, compare their checksums",
+    "validate": "read what is pushed as Arrow, lay its rows out for the disk",
+    "index": "check the values, settle every row, answer every request, put blocks and groups into the transaction",
     "commit": "write and sync",
-    "acknowledge": "send the replies",
+    "acknowledge": "send the answers",
 }
 """Stages of a turn of the service."""
 
 
-class InvalidMessages(msgspec.Struct, frozen=True):
-    """Count and first example of one sender's messages that no client of the run sends."""
+class Nonsense(msgspec.Struct, frozen=True):
+    """What one sender sent that no client of the run would."""
 
     count: int
-    """Refused messages, and quarantined messages and rows."""
+    """Messages that were refused, and messages and rows that were quarantined."""
     first: str
 
 
 class Status(Message, frozen=True):
-    """Reply to StatusRequest."""
+    """Answers `StatusRequest`."""
 
     ledger: dict[str, int]
-    """Counts by the names of `ledger.Ledger`, with 'gap' (0 unless a bug)."""
+    """Counts by the names of `ledger.Ledger`, with 'gap' (0 or a bug)."""
     quarantined_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
     num_ready_groups: int
@@ -315,20 +315,20 @@ class Status(Message, frozen=True):
     size_bytes: int
     draining: bool
     num_damaged: int = 0
-    """Damaged blocks of records found by the last scrub."""
+    """Blocks of records that the last scrub found damaged."""
     fidelity: LengthFidelity = LengthFidelity()
     fidelity_alarm: bool = False
-    invalid_messages: dict[str, InvalidMessages] = msgspec.field(default_factory=dict)
+    nonsense: dict[str, Nonsense] = msgspec.field(default_factory=dict)
     spent_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """Seconds since the start of the service, by `STAGES`."""
+    """Seconds of the service since it started, by `STAGES`."""
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | DrawRequest | WriteScores | PosteriorsRequest
+    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | DrawRequest | WriteScores | VisitsRequest
     | Expect | StepFinished | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
-    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | PosteriorsReply | IncarnationReply
+    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | VisitsReply | IncarnationReply
     | Status | Done | Refused
 )  # fmt: skip
 
@@ -336,7 +336,7 @@ _ACTOR: frozenset[Role] = frozenset({"actor"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
 _RANKER: frozenset[Role] = frozenset({"ranker"})
 
-ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
+ASKED_BY: dict[type[Message], frozenset[Role]] = {
     Hello: ROLES,
     StatusRequest: ROLES,
     Drain: frozenset({"launch"}),
@@ -348,21 +348,21 @@ ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
     BeginIncarnation: _LEARNER,
     DrawRequest: _LEARNER,
     WriteScores: _LEARNER,
-    PosteriorsRequest: _RANKER,
+    VisitsRequest: _RANKER,
     Expect: _RANKER,
     StepFinished: _LEARNER,
     Published: _LEARNER,
     CheckpointDurable: _LEARNER,
 }
-"""Roles that may send each request."""
+"""Who may ask what."""
 
 PROTOCOL = Protocol(
     "buffer service",
     13,
     Request,
     Reply,
-    allowed_roles=ALLOWED_ROLES,
-    # Enough for about ten thousand lease ids; decoding a longer list would delay all other clients.
+    asked_by=ASKED_BY,
+    # Room for some ten thousand lease ids; each id of a longer list would cost its time before anyone else is served.
     max_header_bytes=256 * 2**10,
 )
 encode, decode = PROTOCOL.encode, PROTOCOL.decode

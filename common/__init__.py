@@ -1,1 +1,1 @@
-"""Modules that every other package may import."""
+"""The floor of the house."""

@@ -1,4 +1,4 @@
-"""This machine: file modes and locations, processes of runs, limits and reachable addresses."""
+"""This machine as runs use it: modes and places of files, processes of runs, limits, and addresses that answer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from leeway.common.process import address_of, cgroup_values
-from leeway.launch.errors import ConfigError, hiding_module
+from common.process import address_of, group_figures
+from launch.errors import ConfigError, hiding_module
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Size of Ray's object store, near the smallest that Ray accepts: only control messages pass through Ray."""
+"""Only control passes through Ray, so its object store stays near the smallest that it accepts."""
 _REST_THREADS, _WORKER_THREADS = 240, 65
-"""Threads of Ray, the services and the launcher; and of one engine or stage. Measured on two cores: 370 in total."""
+"""Of Ray, the services and the command; and of an engine or a stage: as measured with two cores, where 370 ran."""
 CONNECT_S = 3.0
 _QUIET_S = 3600.0
 WANDB_HOST = "https://api.wandb.ai"
 NO_WANDB_LOGIN = (
-    "tracking.wandb = 'online' needs a login of Weights & Biases, but there is none: run 'wandb login', set "
+    "tracking.wandb = 'online' needs a login of Weights & Biases, and there is none: run 'wandb login', set "
     "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
 )
 OWNER_ONLY = 0o077  # umask of a run
@@ -41,17 +41,17 @@ _ROLE_LOG = re.compile(r"(buffer|weights|ranker|stage|actor)\.\d+\.log")
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Make files that are created within the block readable only by their owner."""
-    previous = os.umask(OWNER_ONLY)
+    """Make files that are written within a block readable by their owner alone."""
+    earlier = os.umask(OWNER_ONLY)
     try:
         yield
     finally:
-        os.umask(previous)
+        os.umask(earlier)
 
 
 def configure_logging(file: Path | None = None) -> None:
-    """Send the log records of this process to a file, or to standard error."""
-    # otherwise each line that fails on a full disk prints a traceback
+    """Send this process's log records to a file, or to its standard error."""
+    # else each line that a full disk refuses prints a traceback
     logging.raiseExceptions = False
     handler = logging.FileHandler(file) if file is not None else logging.StreamHandler(sys.stderr)
     logging.basicConfig(
@@ -60,10 +60,10 @@ def configure_logging(file: Path | None = None) -> None:
 
 
 class FoundProcess(NamedTuple):
-    """A process whose output is the log of a role."""
+    """A process that writes into the log of a role."""
 
     run: Path
-    """Run folder, with links resolved by the system."""
+    """The folder of its run, as the system names it."""
     name: str
     process: psutil.Process
 
@@ -71,49 +71,47 @@ class FoundProcess(NamedTuple):
 def role_processes() -> Iterator[FoundProcess]:
     """Yield the role processes of all runs on this machine that this user can see.
 
-    Skips this process and its parents, because the output of a shell may also be a log.
+    Leaves out this command and its parents: the output of a shell may be a log too.
     """
-    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         try:
             output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-        except OSError:  # it has exited, or belongs to another user
+        except OSError:  # it has exited, or is another user's
             continue
-        if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in own:
+        if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in mine:
             yield FoundProcess(output.parent.parent, output.stem, process)
 
 
-def leeway_command(*arguments: str, first: str = "pass") -> list[str]:
-    """Return the command line of this `leeway`, independent of the current folder and of installed packages.
+def ourselves(*arguments: str, first: str = "pass") -> list[str]:
+    """Return the command line of this `leeway`, independent of the current folder and of what is installed.
 
-    `first` is a Python statement that its process runs first.
+    `first` is Python that its process runs before all else.
     """
-    begin = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from leeway.launch.cli import main; sys.exit(main(sys.argv[2:]))"
-    )
+    begin = "import sys; sys.path.insert(0, sys.argv[1]); from launch.cli import main; sys.exit(main(sys.argv[2:]))"
     code = f"{first}; {begin}"
-    return [sys.executable, "-P", "-c", code, str(Path(__file__).parents[2]), *arguments]
+    return [sys.executable, "-P", "-c", code, str(Path(__file__).parents[1]), *arguments]
 
 
 def check_folder() -> None:
-    """Raise ConfigError if a file hides a module: Ray workers import from the folder of the command first."""
+    """Raise ConfigError if a file hides a module: Ray's workers import from the folder of the command first."""
     if hidden := hiding_module(os.getcwd()):
         raise ConfigError(hidden)
 
 
 def sessions_folder() -> Path:
-    """Return the folder of Ray's sessions, in a private folder, because Ray opens its own folders to all users.
+    """Return the folder of Ray's sessions, in one of this user: Ray opens its own folders to all users.
 
-    Its path is short, because the length of a socket path is limited; RAY_TMPDIR moves it.
+    It is near the root, because a socket's path is limited and names in it are long; RAY_TMPDIR moves it.
     """
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"leeway-{os.geteuid()}-ray" / "r"
 
 
 def make_sessions_folder() -> Path:
-    """Create the sessions folder and remove sessions of killed launchers; OSError if other users can access it."""
+    """Create that folder and remove sessions of killed commands from it; OSError if it is not this user's alone."""
     folder = sessions_folder()
     _make_private(folder.parent)
-    for session in folder.glob("session_*_*"):  # the name ends with the pid of the process that started Ray
+    for session in folder.glob("session_*_*"):  # Ray puts the process that starts it last
         pid = session.name.rpartition("_")[2]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)) and _is_quiet(session):
             shutil.rmtree(session, ignore_errors=True)
@@ -127,19 +125,19 @@ def _make_private(folder: Path) -> None:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OWNER_ONLY:
             raise PermissionError(
-                f"{folder} for Ray's sockets must be a folder that belongs only to this user (mode 0700): remove it, "
-                "or set RAY_TMPDIR"
+                f"{folder} is not a folder of this user alone, and Ray's sockets would lie in it: remove it, or set "
+                "RAY_TMPDIR"
             ) from None
 
 
-def ensure_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Redirect libraries to a spare folder of this user if the home folder is missing or not writable.
+def settle_home(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have libraries write to a spare folder of this user if there is no home folder, or it cannot be written.
 
-    ConfigError if neither is writable.
+    ConfigError if neither can be written.
     """
     home, spare = os.path.expanduser("~"), sessions_folder().parents[1] / f"leeway-{os.geteuid()}-home"
     environment.setdefault("HOME", home)
-    if not environment.get("LOGNAME"):  # a container may have no entry for this user
+    if not environment.get("LOGNAME"):  # a container may not know this user
         environment.setdefault("USER", f"user-{os.geteuid()}")
     is_there = os.path.isabs(home) and os.path.isdir(home)
     parts = [nearest_existing(Path(home, part)) for part in (".cache", ".config", ".ray")]
@@ -149,14 +147,14 @@ def ensure_home(environment: MutableMapping[str, str] = os.environ) -> None:
         _make_private(spare)
     except OSError as error:
         raise ConfigError(
-            f"neither the home folder {home} nor {spare} is writable ({error.strerror or error}): set HOME to a "
-            "writable folder"
+            f"the home folder {home} cannot be written, nor can {spare} ({error.strerror or error}): set HOME to a "
+            "folder that can be written"
         ) from None
     if not is_there:
         environment["HOME"] = str(spare)
         return
     if os.path.isdir(models := f"{environment.get('XDG_CACHE_HOME', f'{home}/.cache')}/huggingface"):
-        environment.setdefault("HF_HOME", models)  # readable
+        environment.setdefault("HF_HOME", models)  # they can be read
     if not os.path.isfile(environment.get("RAY_AUTH_TOKEN_PATH", f"{home}/.ray/auth_token")):
         environment.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE"):
@@ -164,33 +162,33 @@ def ensure_home(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def low_limits(num_workers: int = 2) -> str:
-    """Return the limit that a run with `num_workers` engines and stages would exceed, and the fix; else ""."""
+    """Return the limit that a run with this number of engines and stages would exceed, and the fix; else ""."""
     largest, most = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC))
     if 0 <= largest < OBJECT_STORE_BYTES:
-        text = f"a file can have {largest:,} bytes (ulimit -f), but Ray's object store needs {OBJECT_STORE_BYTES:,}"
-        return f"{text}: run ulimit -f unlimited"
-    required = _REST_THREADS + num_workers * _WORKER_THREADS
-    groups = cgroup_values("pids", ("pids.max", "pids.current"))
+        what = f"a file may have {largest:,} bytes (ulimit -f), and Ray's object store has {OBJECT_STORE_BYTES:,}"
+        return f"{what}: ulimit -f unlimited"
+    wanted = _REST_THREADS + num_workers * _WORKER_THREADS
+    groups = group_figures("pids", ("pids.max", "pids.current"))
     rooms = [(limit - taken, f"the limit of {limit} (pids.max of {folder})") for folder, (limit, taken) in groups]
-    if most >= 0 and os.geteuid() != 0:  # root is exempt
+    if most >= 0 and os.geteuid() != 0:  # root is not held to it
         each = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
         mine = sum(info["num_threads"] or 0 for info in each if info["uids"] and info["uids"].real == os.getuid())
         rooms.append((most - mine, f"the limit of {most} (ulimit -u)"))
-    room, limit = min(rooms, default=(required, ""))
-    if room >= required:
+    room, limit = min(rooms, default=(wanted, ""))
+    if room >= wanted:
         return ""
-    text = f"{limit} leaves room for {max(0, room)} processes and threads, but a run starts about {required}"
-    return f"{text}: raise it, or end other programs of this user"
+    what = f"{limit} leaves room for {max(0, room)} processes and threads, and a run starts about {wanted}"
+    return f"{what}: raise it, or end other programs of this user"
 
 
 def current_folder() -> Path:
-    """Return the current folder by the shell's path, with its links unresolved."""
-    logical = Path(os.environ.get("PWD", "."))
-    return logical if logical.is_absolute() and logical.is_dir() and logical.samefile(".") else Path.cwd()
+    """Return the current folder by the path that the shell has for it."""
+    named = Path(os.environ.get("PWD", "."))
+    return named if named.is_absolute() and named.is_dir() and named.samefile(".") else Path.cwd()
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent."""
+    """Return the folder, or the nearest of its parents that exists."""
     found = folder.absolute()
     while not found.exists() and found != found.parent:
         found = found.parent
@@ -198,14 +196,14 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def _is_quiet(session: Path) -> bool:
-    """Return whether a session was idle for an hour: containers may share it but not see each other's processes."""
+    """Return whether nothing was written there for an hour: containers may share it without seeing other processes."""
     with contextlib.suppress(FileNotFoundError):  # another command removes it, or its process writes
         return time.time() - max(file.lstat().st_mtime for file in (session, *session.glob("logs/*"))) > _QUIET_S
     return False
 
 
-def is_reachable(address: str, limit_s: float = CONNECT_S) -> bool:
-    """Return whether HOST:PORT accepts a connection within `limit_s`."""
+def answers(address: str, limit_s: float = CONNECT_S) -> bool:
+    """Return whether HOST:PORT accepts a connection in this time."""
     host, _, port = address.rpartition(":")
     try:
         with contextlib.closing(socket.create_connection((address_of(host, limit_s), int(port)), timeout=limit_s)):
@@ -214,20 +212,20 @@ def is_reachable(address: str, limit_s: float = CONNECT_S) -> bool:
         return False
 
 
-def bind_error(host: str, port: int) -> str:
-    """Return why HOST:PORT cannot be bound, or ""."""
+def cannot_bind(host: str, port: int) -> str:
+    """Return why nothing can listen there now, or ""."""
     try:
         address = address_of(host)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
     except (OSError, UnicodeError) as error:
-        return getattr(error, "strerror", None) or str(error) or "the lookup of its name timed out"
+        return getattr(error, "strerror", None) or str(error) or "its name is not looked up in time"
     return ""
 
 
 def has_wandb_login(environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home) -> bool:
-    """Return whether wandb would find a login for its server; the login is not verified."""
+    """Return whether wandb would find a login for its server; it is not verified."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = Path(environment.get("WANDB_CONFIG_DIR") or home() / ".config" / "wandb") / "settings"

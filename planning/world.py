@@ -1,4 +1,6 @@
-"""World: parts and costs of a simulated run; TokenClock: a simulated engine; Outcome: figures of a simulated run."""
+"""World: a run as a simulation has it, its parts and what they cost; TokenClock: an engine of it; Outcome: what became
+of it.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,23 @@ from heapq import heappop, heappush
 from math import inf, sqrt
 from typing import Any, Generic, Literal, TypeVar
 
-from leeway.actors.config import ActorsConfig, KvCache
-from leeway.buffer.config import BufferConfig
-from leeway.common.staleness import StalenessContract
-from leeway.planning.costs import TokenTime
-from leeway.planning.kv_gate import KvGate
-from leeway.planning.lengths import LengthDistribution, PromptStream
+from actors.config import ActorsConfig, KvCache
+from buffer.config import BufferConfig
+from common.staleness import StalenessContract
+from planning.costs import TokenTime
+from planning.kv_gate import KvGate
+from planning.lengths import LengthLaw, PromptStream
 
 K = TypeVar("K")
 Bound = Literal["training", "generation", "staleness", "weights"]
 StepSeconds = Callable[[Sequence[int]], float]
-"""Tokens of each trained sample, prompt and completion -> seconds of the step, without reference scores."""
+"""Tokens of each trained sample, prompt and completion -> seconds of the step, without scores of a reference."""
 
 
 _BLOCK_TOKENS = 16
-"""Tokens per block of a simulated cache, which shares no prompts among samples."""
+"""Of a simulated cache; samples of a prompt have nothing in common there."""
 _FULL = 0.95
-"""Utilization from which on a component is the bottleneck."""
+"""So much of its time at work, and it is what the others wait for."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class EnginePool:
     law: TokenTime
     config: ActorsConfig
     kv_tokens: float = inf
-    """Capacity of the KV cache of an engine, in tokens."""
+    """Tokens that the cache of an engine holds."""
     price: float = 0.0
 
     def gate(self) -> KvGate[Any] | None:
-        """Return the gate of an idle engine, which also models vLLM's own queue; None if the cache cannot fill up."""
+        """Return the gate of an idle engine, or of vLLM's own queue; None if its cache holds what it runs."""
         if self.kv_tokens == inf:
             return None
         gate: KvGate[Any] = KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
@@ -47,11 +49,11 @@ class EnginePool:
 
 
 class TokenClock(Generic[K]):
-    """Engine that runs samples, identified by keys, at the speed of a `TokenTime` law.
+    """An engine that follows a law of `TokenTime`: samples that share it, in time; they are known by keys.
 
-    Every running sample gets one token per step. Between two events their number b is constant and their contexts grow
-    together, so the tokens v that each has generated follow dv/dt = 1 / (g + h v) with h = per_kv_token * b. The
-    solution has a closed form, so single steps are not simulated.
+    Every running one makes a token in each step. Between two events their number b is fixed and their contexts grow
+    together, so that the tokens v that each has made follow dv/dt = 1 / (g + h v) with h = per_kv_token * b. Its
+    solution is closed, and no step is simulated.
     """
 
     __slots__ = (
@@ -62,14 +64,14 @@ class TokenClock(Generic[K]):
         self._a, self._s, self._k, self._f = law.base, law.per_sample, law.per_kv_token, law.per_prompt_token
         self.now_s = now_s
         self.made = 0.0
-        """Tokens of a hypothetical sample that runs from the start."""
+        """Tokens that a sample would have made which ran from the beginning."""
         self.num_running = 0
         self._context = 0.0
-        """Tokens of all contexts, minus `made` for each running sample."""
+        """Tokens of all contexts, but for `made` of each."""
         self._stall_s = 0.0
-        """Remaining seconds during which no token is generated."""
+        """Seconds still to pass in which no token is made."""
         self._ends: list[tuple[float, int, float, K]] = []
-        """Heap of (value of `made` at which the sample ends, sequence number, part of `_context`, key)."""
+        """(value of `made` at which it ends, number, its part of `_context`, key), a heap."""
         self._seq = 0
 
     @property
@@ -77,7 +79,7 @@ class TokenClock(Generic[K]):
         return self._context + self.num_running * self.made
 
     def advance(self, now_s: float) -> None:
-        """Advance the clock to `now_s`, which is at most `next_end_s`."""
+        """Let time pass, to `next_end_s` at most."""
         passed = now_s - self.now_s
         self.now_s = now_s
         if self._stall_s > 0.0:
@@ -90,11 +92,11 @@ class TokenClock(Generic[K]):
             self.made += 2.0 * passed / (step_s + sqrt(step_s * step_s + grows))
 
     def stall(self, seconds: float) -> None:
-        """Generate no token for this time from now on, as during a weight update."""
+        """Make no token for this time from now on, as while weights are replaced."""
         self._stall_s += seconds
 
     def start(self, key: K, num_prompt_tokens: int, length: float) -> None:
-        """Start a sample of `length` tokens; the other samples stall while its prompt is computed."""
+        """Start a sample of this number of tokens; the others wait while its prompt is computed."""
         part = num_prompt_tokens - self.made
         self._seq += 1
         heappush(self._ends, (self.made + length, self._seq, part, key))
@@ -103,27 +105,27 @@ class TokenClock(Generic[K]):
         self._stall_s += self._f * num_prompt_tokens
 
     def next_end_s(self) -> float:
-        """Return the time at which the next sample ends, if no event comes first; infinite without samples."""
+        """Return the time at which a sample ends, if nothing else happens; infinite without one."""
         if not self._ends:
             return inf
         left = max(0.0, self._ends[0][0] - self.made)
         return self.now_s + self._stall_s + left * (self._step_s() + 0.5 * self._k * self.num_running * left)
 
     def end(self) -> K:
-        """Remove and return the sample that ends now."""
+        """Take out the sample that ends first, which it does now."""
         made, _, part, key = heappop(self._ends)
-        self.made = max(self.made, made)  # corrects rounding errors
+        self.made = max(self.made, made)  # what rounding left of its last token
         self._context -= part
         self.num_running -= 1
         if not self.num_running:
-            self._context = self.made = 0.0  # limits their growth, and with it rounding errors
+            self._context = self.made = 0.0  # so that neither grows, and loses digits, without end
         return key
 
     def running(self) -> list[K]:
         return [entry[3] for entry in self._ends]
 
     def cancel(self, key: K) -> float:
-        """Remove a sample before its end; return the tokens of its context."""
+        """Take out a sample before its end; return the tokens of its context."""
         place = next(i for i, entry in enumerate(self._ends) if entry[3] == key)
         _, _, part, _ = self._ends.pop(place)
         self._ends.sort()
@@ -138,19 +140,19 @@ class TokenClock(Generic[K]):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of everything except tokens and learner steps."""
+    """Seconds of everything but tokens and steps."""
 
     reward_s: float = 0.0
     lease_s: float = 0.0
-    """Mean time from the moment that admission opens to the lease of a waiting actor, which polls."""
+    """From a door that opens to the lease of an actor that waits at it, mean; it asks again and again."""
     publish_s: float = 0.0
-    """Time from the end of an update until its version can be pulled."""
+    """From the end of an update until its version can be pulled."""
     fetch_s: float = 0.0
-    """Time from then until an engine starts to apply it."""
+    """From then until an engine begins to apply it."""
     pause_s: float = 0.0
-    """Time during which the engine generates no token while it applies a version."""
+    """That the engine makes no token meanwhile."""
     between_steps_s: float = 0.0
-    """Time from the end of a step to the draw of the next, if its batch is ready."""
+    """From the end of a step to the draw of the next, where that is ready."""
 
 
 @dataclass(frozen=True)
@@ -158,16 +160,16 @@ class World:
     pools: tuple[EnginePool, ...]
     contract: StalenessContract
     buffer: BufferConfig
-    lengths: LengthDistribution
+    lengths: LengthLaw
     step_s: StepSeconds
     num_prompts: int = 65_536
     prompt_tokens: int = 64
     costs: Costs = Costs()
     score_token_s: float = 0.0
-    """Seconds to score a token with the reference, in the first step that uses its sample; 0 without a reference."""
+    """Of scoring a token with the reference, in the step that uses its sample first; 0 without a reference."""
     learner_price: float = 0.0
     prompts: Callable[[int], PromptStream] | None = None
-    """Seed -> prompt stream; None: sampled from `lengths`."""
+    """The prompts under a seed; None: as the law of lengths makes them."""
 
     @property
     def group_size(self) -> int:
@@ -176,29 +178,29 @@ class World:
 
 @dataclass
 class Outcome:
-    """Figures of a simulated run after the warm-up steps."""
+    """Figures of a simulated run after its first steps."""
 
     seconds: float = 0.0
     num_steps: int = 0
     num_trained: int = 0
     num_generated: int = 0
     num_tokens: float = 0.0
-    num_requeued: int = 0
-    """Samples requeued for another engine."""
+    num_handed_on: int = 0
+    """Samples that went on in another engine."""
     num_dropped: int = 0
-    """Samples dropped as stale before any step used them."""
+    """Samples that were too old before any step used them."""
     busy_s: float = 0.0
     between_s: float = 0.0
-    """Seconds between steps during which none can start."""
+    """Seconds after steps in which no other can begin."""
     slots_used: float = 0.0
     closed: float = 0.0
-    """Fraction of time in which an engine had free slots while admission was closed, mean over engines."""
+    """Share of time in which an engine had room and admission was closed, mean over engines."""
     behind: float = 0.0
-    """Fraction of time in which an engine started no sample because its weights were too old, mean over engines."""
+    """Share of time in which an engine started nothing because its weights were too old, mean over engines."""
     lags: Counter[int] = field(default_factory=Counter)
-    """Lag of the oldest token of a trained group -> number of groups."""
+    """Lag of the oldest token of a trained group -> groups."""
     residence_s: float = 0.0
-    """Seconds from the lease of a group to the end of its step, summed over trained groups."""
+    """From the lease of a group to the end of its step, added up over trained groups."""
     price: float = 0.0
 
     @property
@@ -215,12 +217,12 @@ class Outcome:
 
     @property
     def lag_mean(self) -> float:
-        """Return the mean lag of the oldest token of trained groups, in versions."""
+        """Mean lag of the oldest token of a trained group, in versions."""
         return sum(lag * count for lag, count in self.lags.items()) / max(1, self.lags.total())
 
     @property
     def price_per_1000(self) -> float:
-        """Return the price of a thousand trained samples; infinite if there are none."""
+        """Price of a thousand trained samples; infinite if there are none."""
         return self.price / 3.6 / self.samples_per_s if self.samples_per_s else inf
 
     @property

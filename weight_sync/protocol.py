@@ -1,7 +1,7 @@
-"""Messages between `WeightClient` and `WeightService`; a body holds the bytes of a file or a document.
+"""Messages between `WeightClient` and `WeightService`; the body is bytes of a file or a document.
 
-Requests are idempotent and the service keeps no state per client, so it may be killed and restarted between any two
-messages. The role of a client alone decides which requests it may send.
+Requests are idempotent, and the service keeps nothing about a client, so it may be killed and restarted between any
+two messages. What a client may ask depends on its role alone.
 """
 
 from __future__ import annotations
@@ -11,19 +11,12 @@ from typing import Annotated
 
 import msgspec
 
-from leeway.common.rpc.messages import DAMAGED, ROLES, Count, Message, Protocol, Refused, Role
-from leeway.common.staleness import PolicyVersion
-from leeway.weight_sync.manifest import (
-    FILE_NAME,
-    PublishFailed,
-    TransferFailed,
-    WeightsCorrupt,
-    WeightsError,
-    WeightsGone,
-)
+from common.rpc.messages import DAMAGED, ROLES, Count, Message, Protocol, Refused, Role
+from common.staleness import PolicyVersion
+from weight_sync.manifest import FILE_NAME, PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
 
 MAX_CHUNK_BYTES = 64 * 2**20
-MAX_DOCUMENT_BYTES = 256 * 2**20  # fits the manifest of a million tensors
+MAX_DOCUMENT_BYTES = 256 * 2**20  # the manifest of a million tensors fits
 MAX_REASON = 4000
 
 ChunkBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
@@ -32,32 +25,32 @@ VersionText = Annotated[str, msgspec.Meta(max_length=40)]
 
 
 class WholeFilesNeeded(WeightsError):
-    """The deltas of a part cannot be applied; upload its whole files."""
+    """The deltas of a part do not serve: its files are to be sent whole."""
 
 
 # --- requests -------------------------------------------------------------------------------------
 
 
 class StoreRequest(Message, frozen=True):
-    """Request the identity of the store."""
+    """Ask which store it is."""
 
     name: str
-    """Client name, for the log."""
+    """Of the client, for the log."""
 
 
 class NewestRequest(Message, frozen=True):
-    """Request the newest version, to fetch it next."""
+    """Ask which version is the newest, to fetch it."""
 
 
 class ManifestRequest(Message, frozen=True):
-    """Request the manifest of a version, as written."""
+    """The manifest of a version, as it was written."""
 
     version: VersionText
-    """Empty: the newest, for a publisher; it is not protected from removal."""
+    """Empty: of the newest, for a publisher; it is not kept from removal."""
 
 
 class ReadRequest(Message, frozen=True):
-    """Request bytes of a file of the manifest."""
+    """Bytes of a file that the manifest names."""
 
     version: VersionText
     file: FileName
@@ -66,7 +59,7 @@ class ReadRequest(Message, frozen=True):
 
 
 class WriteRequest(Message, frozen=True):
-    """Append the body to a file; an empty body requests the number of bytes stored so far."""
+    """The next bytes of a file; the body holds them. An empty one asks how many are there."""
 
     version: VersionText
     file: FileName
@@ -75,18 +68,18 @@ class WriteRequest(Message, frozen=True):
 
 
 class PartDone(Message, frozen=True):
-    """Finish a part whose files, or deltas alone, are uploaded; the body is its document."""
+    """All files of a part are uploaded, its deltas alone or whole files; the body is its document."""
 
 
 class PartRequest(Message, frozen=True):
-    """Request the part of a stage."""
+    """Ask for the part of a stage."""
 
     version: VersionText
     rank: Count
 
 
 class CommitRequest(Message, frozen=True):
-    """Commit a version; the body is its manifest."""
+    """Make a version exist; the body is its manifest."""
 
     keep_versions: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
@@ -95,41 +88,41 @@ class CommitRequest(Message, frozen=True):
 
 
 class StoreFacts(Message, frozen=True):
-    """Reply to `StoreRequest`."""
+    """Answers `StoreRequest`."""
 
     store_id: str
     folder: str
-    """Folder of the versions on the service's machine, for log lines."""
+    """Where the versions lie on the service's machine, for people."""
 
 
 class Newest(Message, frozen=True):
-    """Reply to `NewestRequest`."""
+    """Answers `NewestRequest`."""
 
     version: VersionText
 
 
 class Document(Message, frozen=True):
-    """Reply to `ManifestRequest` and `PartRequest`; the body is the document, or empty if there is none."""
+    """Answer to ManifestRequest and PartRequest: the body is the document; empty where there is none."""
 
 
 class Chunk(Message, frozen=True):
-    """Reply to `ReadRequest`; the body holds the bytes."""
+    """Answer to ReadRequest; the body holds the bytes."""
 
     total_bytes: Count
 
 
 class WriteStatus(Message, frozen=True):
-    """Reply to `WriteRequest`."""
+    """Answers `WriteRequest`."""
 
     num_bytes: Count
-    """Bytes stored so far, from the start of the file."""
+    """How many are there, from the start."""
 
 
 Question = StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteRequest | PartRequest
 Request = Question | PartDone | CommitRequest
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 
-ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
+ASKED_BY: dict[type[Message], frozenset[Role]] = {
     StoreRequest: ROLES,
     NewestRequest: ROLES,
     ManifestRequest: ROLES,
@@ -140,7 +133,7 @@ ALLOWED_ROLES: dict[type[Message], frozenset[Role]] = {
     CommitRequest: frozenset({"learner"}),
 }
 
-PROTOCOL = Protocol("weight service", 4, Request, Reply, allowed_roles=ALLOWED_ROLES, max_header_bytes=64 * 2**10)
+PROTOCOL = Protocol("weight service", 4, Request, Reply, asked_by=ASKED_BY, max_header_bytes=64 * 2**10)
 
 _ERRORS: dict[str, type[WeightsError]] = {
     "gone": WeightsGone,
@@ -149,12 +142,12 @@ _ERRORS: dict[str, type[WeightsError]] = {
     "publish": PublishFailed,
     DAMAGED: WeightsCorrupt,
 }
-"""Kind of a refusal -> exception that the client raises."""
+"""Kind of a refusal -> what the client raises."""
 _DISK = "disk"
 
 
 def refusal_of(error: Exception) -> Refused:
-    """Return the reply that reports an error of the service."""
+    """Return what a service answers if it meets an error."""
     if isinstance(error, OSError):
         return Refused(str(error)[:MAX_REASON], _DISK, error.errno or EIO)
     kind = next((kind for kind, raised in _ERRORS.items() if isinstance(error, raised)), "")
@@ -162,22 +155,22 @@ def refusal_of(error: Exception) -> Refused:
 
 
 def error_of(refused: Refused, text: str) -> Exception:
-    """Return the exception, with this text, that a client raises for a refusal."""
+    """Return what a client raises, with this sentence."""
     if refused.kind == _DISK:
         return OSError(refused.errno or EIO, text)
     return _ERRORS.get(refused.kind, TransferFailed)(text)
 
 
 def version_of(text: str) -> PolicyVersion:
-    """Parse the version of a message; ValueError if the text is not the version's `key`, which names a folder."""
+    """Return the version that a message names; ValueError if it is not spelt as `key`: each spelling is a folder."""
     version = PolicyVersion.parse(text)
     if version.key != text:
-        raise ValueError(f"'{text}' is not a policy version: write {version.key}, without leading zeros")
+        raise ValueError(f"'{text}' is not a policy version: {version.key} is spelt without leading zeros")
     return version
 
 
 def upload_name(file: str) -> str:
-    """Return the name if a stage may upload under it; ValueError for folders and documents."""
+    """Return the name if a stage may upload under it, else ValueError: no folder, and no document."""
     if FILE_NAME.fullmatch(file) is None:
-        raise ValueError(f"'{file}' is not the name of a part's file; expected for example part-0.bfloat16.safetensors")
+        raise ValueError(f"'{file}' is no name of a part's file, as part-0.bfloat16.safetensors is")
     return file

@@ -1,4 +1,4 @@
-"""Measurements at scale: many clients, draws from a large store, memory over time, and a restart."""
+"""What shows only at scale: many clients, a draw from a large store, memory after a while, and a restart."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from pathlib import Path
 from benchmarks.buffer_peers.leeway import LEASES_AHEAD, draw_steps, fill, push_all
 from benchmarks.buffer_peers.service import RUN_ID, Service, config_for, facts_for, lease_all, steps_for
 from benchmarks.buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PATIENCE_S, Figures, Workload, expect
-
-from leeway.buffer import schema
-from leeway.buffer.client import BufferClient
-from leeway.buffer.config import BufferConfig
-from leeway.buffer.schema import Trajectory, VersionSpan
-from leeway.common.rpc.messages import Role
-from leeway.common.staleness import PolicyVersion
+from buffer import schema
+from buffer.client import BufferClient
+from buffer.config import BufferConfig
+from buffer.schema import Trajectory, VersionSpan
+from common.rpc.messages import Role
+from common.staleness import PolicyVersion
 
 NUM_CLIENTS = 64
 ROWS_PER_CLIENT = {False: 512, True: 64}
-"""Trajectories per client, by `quick`."""
+"""By `quick`."""
 
 
 def measure_clients(quick: bool, folder: Path) -> Figures:
-    """Measure the throughput of 64 client processes that push at once, without engines.
+    """Many light clients at once: 64 processes that push, with no engine behind them.
 
-    Each client has its own connection, leases and trajectories, and all push the same number. They are forked from one
-    small process, start together, and report the time of their last acknowledgement. A client's rate is its number of
-    trajectories divided by its own time. Fairness is given as Jain's index of the rates (1: all equal, 1/64: one
-    client served alone) and as the slowest rate over the mean. The service's memory is reported too.
+    Each has its own connection, leases and trajectories, and pushes as many as the others; they are forked
+    from one small process, begin together, and say when their last acknowledgement came. A client's rate
+    is its trajectories over its own time. Fairness is Jain's index of the rates (1: all alike, 1/64: one
+    client had everything) and the slowest over the mean. The service's memory is shown beside it.
     """
     num_rows = ROWS_PER_CLIENT[quick]
     work = Workload.make(num_rows)
@@ -55,19 +54,19 @@ def measure_clients(quick: bool, folder: Path) -> Figures:
 
 
 def _push_at_once(work: Workload, folder: Path) -> tuple[list[float], float, int, int]:
-    """Push the workload from many processes, each with its own leases.
+    """Push the workload from many processes, each under its own leases.
 
     Returns:
-        Seconds of each client, seconds until the last finished, and anonymous bytes of the service before and after.
+        Seconds of each, seconds until the last was done, and anonymous bytes of the service before and after.
     """
     facts = facts_for(steps_for(NUM_CLIENTS * len(work) // GROUP_SIZE))
     context = get_context("fork")
     with ExitStack() as stack:
         service = stack.enter_context(Service(folder / "store", facts, config_for()))
         before = service.rss_anon_bytes()
-        pipes = [context.Pipe() for _ in range(NUM_CLIENTS)]  # before this process starts a thread
-        schema.encode([work.trajectory(0)], RUN_ID)  # completes Arrow's lazy imports before the fork
-        gc.freeze()  # otherwise every child would copy all pages at its first collection
+        pipes = [context.Pipe() for _ in range(NUM_CLIENTS)]  # before this process has a thread of its own
+        schema.encode([work.trajectory(0)], RUN_ID)  # what Arrow imports at its first use is there before the fork
+        gc.freeze()  # or every child would copy all pages at its first collection
         children = [
             context.Process(target=_client, args=(theirs, service.address, service.config, work, i), daemon=True)
             for i, (_, theirs) in enumerate(pipes)
@@ -92,27 +91,27 @@ def _open(address: str, name: str, role: Role, config: BufferConfig) -> BufferCl
 
 
 def _let_run(pipes: list[Connection]) -> tuple[list[float], float]:
-    """Start all clients once all are ready; return the seconds of each, and the seconds until the last finished."""
+    """Let all begin once all are ready; each client's seconds, and the seconds until the last was done."""
     for pipe in pipes:
         pipe.send("lease")
     for pipe in pipes:
-        _receive_seconds(pipe)
+        _take(pipe)
     started = time.perf_counter()
     for pipe in pipes:
         pipe.send("push")
-    seconds = [_receive_seconds(pipe) for pipe in pipes]
+    seconds = [_take(pipe) for pipe in pipes]
     return seconds, time.perf_counter() - started
 
 
-def _receive_seconds(pipe: Connection) -> float:
-    received = expect(pipe)
-    if not isinstance(received, float):
-        raise TypeError(f"a client failed: {received}")
-    return received
+def _take(pipe: Connection) -> float:
+    said = expect(pipe)
+    if not isinstance(said, float):
+        raise TypeError(f"a client failed: {said}")
+    return said
 
 
 def _client(pipe: Connection, address: str, config: BufferConfig, work: Workload, number: int) -> None:
-    """Run a client in this process."""
+    """One client's process."""
     try:
         expect(pipe)
         actor = _open(address, f"actor-{number}", "actor", config)
@@ -123,14 +122,14 @@ def _client(pipe: Connection, address: str, config: BufferConfig, work: Workload
         push_all(actor, rows)
         pipe.send(time.perf_counter() - started)
         actor.close()
-    except Exception:  # any error is reported to the parent
+    except Exception:  # whatever it is, the parent is told
         pipe.send(traceback.format_exc())
-    os._exit(0)  # skip the parent's cleanup handlers
+    os._exit(0)  # nothing of the parent's is to be cleaned up here
 
 
 SAMPLERS = {"reward": "reward_softmax", "age": "prioritised"}
 SIZES = {False: (10_000, 1_000_000), True: (10_000, 50_000)}
-"""Numbers of stored trajectories at which draws are timed, by `quick`."""
+"""Trajectories stored when the draws are timed; by `quick`."""
 SHORT_TOKENS = 32
 NUM_VERSIONS = 50
 WARM_UP_DRAWS = 10
@@ -139,11 +138,11 @@ DRAWN_GROUPS = BATCH_TRAJECTORIES // GROUP_SIZE
 
 
 def measure_draws(quick: bool, folder: Path) -> Figures:
-    """Measure the cost of a draw as the store grows from 10,000 to 1,000,000 trajectories of 32 tokens.
+    """What a draw costs as the store grows: 10,000 against 1,000,000 trajectories of 32 tokens.
 
-    Returns median milliseconds for the reward and the age sampler, with reuse. The same service is filled, measured,
-    filled further, and measured again. Trajectories are of 50 versions and have random rewards. One batch is 256
-    trajectories; the time is from the request to the reply with its records. Finishing the step is not timed.
+    For the reward and the age sampler, reusing: median milliseconds. The same service is filled, measured, filled on,
+    and measured again. Trajectories are of 50 versions and have random rewards. One batch is 256 trajectories;
+    the time is from asking to the answer, its records included. Finishing the step is outside of the clock.
     """
     figures: Figures = {}
     for name, sampler in SAMPLERS.items():
@@ -173,7 +172,7 @@ def _measure_sampler(sampler: str, sizes: tuple[int, int], folder: Path) -> tupl
 
 
 def _push_some(actor: BufferClient, work: Workload, num_stored: int, goal: int) -> int:
-    """Push some groups, with versions that increase evenly up to the goal; return the number of trajectories."""
+    """Push some groups of the version that is due; returns the number of trajectories."""
     leases = lease_all(actor, min(LEASES_AHEAD, (goal - num_stored) // GROUP_SIZE))
     version = PolicyVersion(0, num_stored * NUM_VERSIONS // goal)
     samples = [(lease, index) for lease in leases for index in lease.sample_indices]
@@ -202,25 +201,25 @@ def _draw_ms(learner: BufferClient, done: int) -> float:
 
 GROUPS_PER_STEP = 32
 STEPS_PER_CYCLE = 4
-"""Steps whose groups may be outstanding; a cycle pushes and trains all of them."""
+"""So many steps' groups may be outstanding; a cycle pushes and trains all of them."""
 CAPACITY_TRAJECTORIES = 2048
 NUM_TOKENS = {False: 10_000_000, True: 5_000_000}
-"""Total number of tokens to push, by `quick`."""
+"""Pushed in all; by `quick`."""
 STORE_BYTES = {False: 2 * 2**30, True: 200 * 2**20}
 SAMPLE_EVERY_S = 0.05
 WORKLOAD_TRAJECTORIES = 4096
 OPEN_GROUPS = 100
-"""Number of open leases when the service is killed."""
+"""Leases that are open when the service is killed."""
 
 
 class RssSampler:
-    """Thread that samples a service's RssAnon together with the progress of the measurement."""
+    """Reads a service's RssAnon in a thread, each time with the progress so far."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stop = threading.Event()
         self.progress = 0.0
-        """Fraction of the work that is done; updated by the measurement."""
+        """Share of the work that is done; whoever does it keeps this up to date."""
         self._samples: list[tuple[float, int]] = []
         self._thread = threading.Thread(target=self._run, name="rss", daemon=True)
         self._thread.start()
@@ -230,22 +229,21 @@ class RssSampler:
             self._samples.append((self.progress, self._service.rss_anon_bytes()))
 
     def stop(self) -> None:
-        """Stop sampling."""
+        """Take no more samples."""
         self._stop.set()
         self._thread.join(PATIENCE_S)
 
     def mib(self, first: float = 0.0, last: float = 1.0) -> list[float]:
-        """Return the samples taken while the progress was in [first, last], in MiB."""
+        """What was read while the progress was in [first, last], in MiB."""
         return [size / 2**20 for progress, size in self._samples if first <= progress <= last]
 
 
 def measure_memory(quick: bool, folder: Path) -> Figures:
-    """Measure the service's memory while 10 million tokens are pushed, trained and evicted.
+    """The service's memory while 10 million tokens are pushed, trained and evicted.
 
-    The measurement runs the cycle of a training run (lease, push, draw, finish, publish, checkpoint) and samples the
-    service's RssAnon throughout. This is anonymous memory: pages of the store belong to the page cache and do not
-    count. Memory is flat if the median of the last quarter (of the tokens) is close to the median of the second; the
-    store reaches its capacity in the first.
+    In the cycle of a run (lease, push, draw, finish, publish, checkpoint); the service's RssAnon is read all the while.
+    It is anonymous memory: pages of the store belong to the page cache and do not count. Flat means that the median of
+    the last quarter (of the tokens) is near the median of the second; the first one reaches the capacity.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(capacity_trajectories=CAPACITY_TRAJECTORIES)
@@ -291,7 +289,7 @@ def _tokens(work: Workload, i: int) -> int:
 
 
 def _train(learner: BufferClient, done: int) -> int:
-    """Train the pushed groups; return the number of finished steps."""
+    """Train what was pushed; the steps done now."""
     draw_steps(learner, done, STEPS_PER_CYCLE, GROUPS_PER_STEP)
     done += STEPS_PER_CYCLE
     learner.published(0, done).result(PATIENCE_S)
@@ -300,10 +298,10 @@ def _train(learner: BufferClient, done: int) -> int:
 
 
 def measure_restart(quick: bool, folder: Path) -> Figures:
-    """Measure how fast a killed service restarts on a store of 2 GiB.
+    """How fast a killed service is back on a store of 2 GiB.
 
-    The service is killed with SIGKILL. Times are from the start of the new process to the line with its address and to
-    the first reply, once with the file in the page cache and once after it was dropped from it.
+    It is killed with SIGKILL; the time is from starting its process to the line with its address and to the first
+    request answered; with the file in the page cache, and after it was dropped from there.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
     config = config_for(sampler="uniform", max_uses="unlimited")
@@ -327,7 +325,7 @@ def measure_restart(quick: bool, folder: Path) -> Figures:
 
 
 def _restart(service: Service, num_records: int) -> float:
-    """Restart the service; return the seconds from the start of the process to the first reply.
+    """Seconds from starting the process to the first answer.
 
     Raises:
         RuntimeError: records are missing.
@@ -339,7 +337,7 @@ def _restart(service: Service, num_records: int) -> float:
     found = client.status().result(PATIENCE_S).num_records
     client.close()
     if found != num_records:
-        raise RuntimeError(f"the store has {found} trajectories after the restart, but {num_records} were acknowledged")
+        raise RuntimeError(f"{num_records} trajectories were acknowledged, {found} are there after the restart")
     return answered_s
 
 

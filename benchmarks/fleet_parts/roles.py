@@ -1,4 +1,4 @@
-"""An actor with a sleeping engine, and a learner that trains a tiny model and sleeps for the rest of its step."""
+"""An actor whose engine sleeps, and a learner that trains its tiny model and then sleeps for the rest of its step."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from actors.config import ActorsConfig, ActorSections
 from benchmarks.fleet_parts.setting import FleetSetting
-
-from leeway.actors.config import ActorsConfig, ActorSections
-from leeway.common.run import RunContext
-from leeway.launch.processes.actor_role import ActorRole
-from leeway.launch.processes.learner_group import StageRole
-from leeway.launch.processes.role_process import Role
-from leeway.learner.config import LearnerSections
+from common.run import RunContext
+from launch.processes.actor_role import ActorRole
+from launch.processes.learner_group import StageRole
+from launch.processes.role_process import Role
+from learner.config import LearnerSections
 
 
 class SleepingActorRole(ActorRole):
-    """An actor with a sleeping engine."""
+    """An actor whose engine sleeps."""
 
     def __init__(self, log: Path, config: ActorsConfig) -> None:
-        """Initialize the role without loading vLLM."""
+        """Load nothing of vLLM."""
         Role.__init__(self, log)
 
     async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
-        """Start the real actor with a sleeping engine."""
+        """As the real one, with the other engine."""
+        from actors import loop
         from benchmarks.fleet_parts.engine import SleepingEngine
-
-        from leeway.actors import loop
 
         SleepingEngine.setting = FleetSetting.here().engine(pool)
         loop.Engine = SleepingEngine  # type: ignore[assignment,attr-defined]
@@ -35,19 +33,19 @@ class SleepingActorRole(ActorRole):
 
 
 class SleepingStageRole(StageRole):
-    """The only stage of a learner, with a given duration of steps."""
+    """The only stage of a learner whose steps take a given time."""
 
     def setup(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
-        """Set up the real stage, then slow its step down."""
+        """As the real one; then its step is slowed down."""
         super().setup(context, rank, rendezvous)
         setting, trains = FleetSetting.here(), self._stage._train_step
         run = trains.run
 
-        def slow(batch: Any, *arguments: Any) -> Any:  # noqa: ANN401 -- passed through
+        def slow(batch: Any, *arguments: Any) -> Any:  # noqa: ANN401 -- as it came
             began_s = time.perf_counter()
             result = run(batch, *arguments)
-            desired_s = setting.step_s + setting.step_token_s * batch.packed.num_tokens
-            time.sleep(max(0.0, desired_s - (time.perf_counter() - began_s)))
+            wanted_s = setting.step_s + setting.step_token_s * batch.packed.num_tokens
+            time.sleep(max(0.0, wanted_s - (time.perf_counter() - began_s)))
             return result
 
         trains.run = slow  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Settings of a fleet of sleeping engines and a sleeping learner, passed in an environment variable."""
+"""What a fleet of sleeping engines and a sleeping learner are told: laws of time, passed on in the environment."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from statistics import NormalDist
 
-from leeway.planning.costs import TokenTime
-from leeway.planning.lengths import LengthDistribution
+from planning.costs import TokenTime
+from planning.lengths import LengthLaw
 
 VARIABLE = "LEEWAY_FLEET"
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A linear change of completion lengths over versions of the policy."""
+    """Lengths that change as training goes on, evenly over some versions."""
 
     start: int
-    """Version at which the change starts."""
+    """Version up to which they are as the law says."""
     over: int
-    """Number of versions of the change, at least 1."""
+    """Versions from there until the change is whole, 1 or more."""
     to: float
-    """Final factor on lengths."""
+    """Times the law's lengths in the end."""
 
     def at(self, version: int) -> float:
-        """Return the factor on the length of a sample that starts at a version."""
+        """Times the law's lengths of a sample that begins with a version."""
         return 1.0 + (self.to - 1.0) * min(1.0, max(0.0, (version - self.start) / self.over))
 
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """Setting of the engines of a pool."""
+    """Of the engines of a pool."""
 
     law: TokenTime
-    lengths: LengthDistribution
+    lengths: LengthLaw
     pause_s: float = 0.05
-    """Pause of generation in seconds during a weight update."""
+    """That an update of the weights takes."""
     stretch: Stretch | None = None
 
 
 @dataclass(frozen=True)
 class FleetSetting:
-    """Setting of a whole fleet."""
+    """Of all."""
 
     pools: Mapping[str, TokenTime]
-    """Pool -> token time of its engines."""
-    lengths: LengthDistribution
+    """Pool -> the law of its engines."""
+    lengths: LengthLaw
     step_s: float
-    """Fixed seconds of a learner step."""
+    """That a step takes besides its tokens."""
     step_token_s: float = 0.0
-    """Additional seconds of a step per trained token."""
+    """That each trained token takes."""
     pause_s: float = 0.05
     stretch: Stretch | None = None
 
     def engine(self, pool: str) -> EngineSetting:
-        """Return the setting of the engines of a pool."""
+        """What the engines of a pool are told."""
         return EngineSetting(self.pools[pool], self.lengths, self.pause_s, self.stretch)
 
     def as_text(self) -> str:
-        """Encode the setting for the environment of every role."""
+        """For the environment of every role."""
         laws = {
             name: [law.base, law.per_sample, law.per_kv_token, law.per_prompt_token] for name, law in self.pools.items()
         }
@@ -71,14 +71,14 @@ class FleetSetting:
 
     @classmethod
     def here(cls) -> FleetSetting:
-        """Decode the setting from the environment."""
+        """As it stands in the environment."""
         laws, (quantiles, explained), step_s, step_token_s, pause_s, *changing = json.loads(os.environ[VARIABLE])
         pools = {name: TokenTime(*terms) for name, terms in laws.items()}
         stretch = Stretch(*changing[0]) if changing else None
-        return cls(pools, LengthDistribution(tuple(quantiles), explained), step_s, step_token_s, pause_s, stretch)
+        return cls(pools, LengthLaw(tuple(quantiles), explained), step_s, step_token_s, pause_s, stretch)
 
 
 def score_of(*key: object) -> float:
-    """Return a standard normal score that is deterministic in the key."""
+    """A standard normal score that is the same wherever the same key is asked for."""
     number = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     return NormalDist().inv_cdf((number + 0.5) / 2**64)

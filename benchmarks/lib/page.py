@@ -1,4 +1,4 @@
-"""Result pages: the `--page` option, Markdown tables, targets with pass or fail, and how a page was generated."""
+"""Pages: the option that asks for one, tables in Markdown, bars and whether they are met, how a page was made."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ MET = {True: "yes", False: "**no**", None: "-"}
 
 
 def parsed(parser: argparse.ArgumentParser, page: Path) -> argparse.Namespace:
-    """Add `--page` to the parser of a benchmark with `--quick`, and parse; the two exclude each other."""
+    """The arguments of a benchmark that knows `--quick`, with `--page`, which is not for both."""
     parser.add_argument(
-        "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write the page; default: to docs/results/"
+        "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write it; by default to docs/results/"
     )
     args = parser.parse_args()
     if args.page and args.quick:
-        parser.error("--quick measures too little for a page: omit --quick or --page")
+        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
     return args
 
 
 def write_page(path: Path, parts: Sequence[str]) -> None:
-    """Write paragraphs to a file, separated by blank lines."""
+    """Write paragraphs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of rows under a header."""
+    """Rows of cells under a head."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a value as a table cell; `-` if there is none."""
+    """As a cell, where there is one."""
     return "-" if value is None else form.format(value)
 
 
 def share(value: float | None) -> str:
-    """Format a fraction as a percentage; `-` if there is none."""
+    """A part of a whole in per cent."""
     return number(value, "{:.0%}")
 
 
 def ms(seconds: float) -> str:
-    """Format seconds as milliseconds, without the unit."""
+    """Milliseconds as a cell, without the unit."""
     return f"{seconds * 1000:,.0f}"
 
 
 def origin(command: str, machine: Machine, commit: str = "") -> str:
-    """Return the first sentence of a page, which states how it was generated.
+    """How a page was made, as its first sentences.
 
     Args:
-        command: command that writes the page.
-        machine: machine as it was before the measurement.
-        commit: commit to name; omitted if empty.
+        command: that writes it.
+        machine: as it was before.
+        commit: named where it is given.
     """
     return (
         f"Written by `{command}`{f', commit {commit},' if commit else ''} on {machine['cores']} cores "
@@ -67,13 +67,13 @@ def origin(command: str, machine: Machine, commit: str = "") -> str:
 def judged(
     result: Mapping[str, Any], bars: Mapping[str, float], word: str, *, at_full_size: bool
 ) -> dict[str, dict[str, Any]]:
-    """Compare figures with their targets; `met` is None if a figure was not measured at full size.
+    """Every wanted bar, what was measured, and whether it is met; None where it was not measured at full size.
 
     Args:
         result: figures by name.
-        bars: figure -> target.
+        bars: figure -> what is wanted of it.
         word: "at least" or "at most".
-        at_full_size: whether the figures were measured at full size.
+        at_full_size: was it measured so?
     """
 
     def met(value: float | None, bar: float) -> bool | None:
@@ -85,10 +85,10 @@ def judged(
     return {key: {word: bar, "measured": found[key], "met": met(found[key], bar)} for key, bar in bars.items()}
 
 
-def bars_table(targets: Mapping[str, Mapping[str, Any]], word: str) -> str:
-    """Return the table of what `judged` returned for a word."""
+def bars_table(wanted: Mapping[str, Mapping[str, Any]], word: str) -> str:
+    """What `judged` found with one word."""
     rows = [
         [f"`{key}`", f"{each[word]:g}", number(each["measured"], "{:.3f}"), MET[each["met"]]]
-        for key, each in targets.items()
+        for key, each in wanted.items()
     ]
-    return table(["figure", f"target, {word}", "measured", "met"], rows)
+    return table(["figure", f"wanted, {word}", "measured", "met"], rows)

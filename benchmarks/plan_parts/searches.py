@@ -1,4 +1,4 @@
-"""Metropolis chains compared with enumeration, on synthetic settings."""
+"""Chains against enumeration, on made-up settings whose best plan is known."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import time
 from typing import Any
 
 from benchmarks.lib.lengths import lognormal
-
-from leeway.common.staleness import StalenessConfig, StalenessContract
-from leeway.launch.config import Config
-from leeway.launch.pools import actor_pools
-from leeway.planning.costs import LearnerShape, LearnerTime, TokenTime
-from leeway.planning.search import Plan, Space, bounds_of, metropolis
-from leeway.planning.world import Costs, EnginePool, World
+from common.staleness import StalenessConfig, StalenessContract
+from launch.config import Config
+from launch.pools import actor_pools
+from planning.costs import LearnerShape, LearnerTime, TokenTime
+from planning.search import Plan, Space, bounds_of, metropolis
+from planning.world import Costs, EnginePool, World
 
 NUM_INSTANCES = 100
 LIMIT_S = 10.0
@@ -25,10 +24,10 @@ EVERY = (1, 2, 4, 8)
 
 
 class Instance:
-    """A random setting: two different pools of engines and a learner that share GPUs."""
+    """Two pools of engines and a learner that share GPUs, all of them unlike."""
 
     def __init__(self, config: Config, seed: int) -> None:
-        """Draw the setting from a seed."""
+        """Made of a seed."""
         chance = random.Random(seed)
         self._group_size, self._groups = config.actors.group_size, chance.choice((64, 128, 256))
         self._gpus = chance.choice((12, 16, 24, 32))
@@ -50,7 +49,7 @@ class Instance:
         self._pools: dict[tuple[object, ...], EnginePool] = {}
 
     def score(self, plan: Plan) -> float:
-        """Return the rate that the bounds allow for a plan; -inf if it needs too many GPUs."""
+        """What the bounds allow."""
         first, first_slots, second, second_slots, stages, replicas, schedule, every = self.space.choices(plan).values()
         if first + second + stages * replicas > self._gpus:  # type: ignore[operator]
             return float("-inf")
@@ -79,7 +78,7 @@ class Instance:
 
 
 def searched(config: Config, num_instances: int = NUM_INSTANCES) -> dict[str, Any]:
-    """Return the best enumerated score over the best score that chains found, and the seconds of the chains."""
+    """The best plan that was enumerated over the best that chains found, and how long these took."""
     ratios, seconds, sizes = [], [], []
     for seed in range(num_instances):
         instance = Instance(config, seed)
@@ -98,5 +97,5 @@ def searched(config: Config, num_instances: int = NUM_INSTANCES) -> dict[str, An
 
 
 def enumerated(instance: Instance) -> float:
-    """Return the best score of all plans."""
+    """The best score of all plans."""
     return max(map(instance.score, instance.space.all()))

@@ -1,4 +1,4 @@
-"""The page on runs across hosts, which a full run writes beside the fault matrix."""
+"""The table of runs across hosts, written beside that of the fault matrix by a full run."""
 
 import time
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run."""
+    """What a run showed."""
 
     summary: dict[str, Any]
-    """Contents of summary.json."""
+    """summary.json."""
     rows: list[dict[str, Any]]
-    """Rows of metrics.jsonl, one per step."""
+    """Of its steps."""
     events: list[dict[str, Any]]
     by_actor: dict[str, int]
-    """Distinct stored samples, by actor."""
+    """Distinct samples that are stored."""
     acknowledged: dict[str, int]
-    """Samples that each actor counted as acknowledged."""
+    """Samples of which each actor was told, by its own count."""
 
     @property
     def num_lost(self) -> int:
-        """Return how many acknowledged samples are not stored; so short a run evicts none."""
+        """Samples that were acknowledged and are not stored; nothing is evicted in so short a run."""
         return sum(max(0, count - self.by_actor.get(actor, 0)) for actor, count in self.acknowledged.items())
 
     @property
     def accuracy(self) -> float:
-        """Return the greedy accuracy on the held-out problems after training."""
+        """Greedy, of the held-out problems, after training."""
         return float(self.summary["accuracy_after"])
 
     def mismatch(self) -> dict[str, float]:
-        """Return each pool's mean |difference| of log-probabilities at lag 0, over the steps that have such tokens.
+        """Of each pool: the mean |difference| of log-probabilities at lag 0, over the steps that had such tokens.
 
-        A single step is not meaningful: a pool may have only a few tokens at lag 0.
+        Of a single step it says little: a handful of tokens may be all that a pool had at lag 0.
         """
         found: dict[str, list[float]] = {}
         for row in self.rows:
@@ -52,19 +52,19 @@ class Outcome:
 
 
 class Page:
-    """The rows of the page."""
+    """Collects a line per run."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, ...]] = []
 
     def add(self, setting: str, outcome: Outcome, against: Outcome | None, note: str) -> None:
-        """Add the row of a run.
+        """One run.
 
         Args:
-            setting: short description of the run.
-            outcome: result of the run.
+            setting: in words.
+            outcome: what it showed.
             against: the run on one host; None for that run itself.
-            note: further remarks.
+            note: what else happened.
         """
         summary = outcome.summary
         took_s = outcome.rows[-1]["finished_s"] - outcome.rows[0]["started_s"]
@@ -86,7 +86,7 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Write the page."""
+        """Make the page."""
         lines = [
             "# A run across three hosts, measured",
             "",
@@ -95,7 +95,7 @@ class Page:
             "`launch/cluster.sh`; so all of them together have its cores, and samples/s compare settings, not machine "
             "sizes. The config is `examples/pools.toml`: pool `exact` serves in float32, `fast` in bfloat16 with twice "
             "the samples in flight. Accuracy is greedy over the held-out problems. Acknowledged lost: what each actor "
-            "counted as acknowledged, minus what is stored.",
+            "counted as acknowledged, less what the store has of it.",
             "",
             "| " + " | ".join(HEADER) + " |",
             "|" + "---|" * len(HEADER),

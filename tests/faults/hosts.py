@@ -1,8 +1,8 @@
-"""Simulated hosts on this machine, for tests of a cluster.
+"""Hosts: machines of their own on this one, for tests of a cluster.
 
-A host has its own network with an address on a common bridge, and its own process table, host name, /tmp, /dev/shm
-and home. It sees the checkout and optionally one shared folder, for the runs. `Hosts.ssh` replaces ssh. A host exits
-with its first process, which exits with the test process in every case, crashes included.
+A host has its own network with an address on a common bridge, its own process table, host name, /tmp, /dev/shm and
+home. It sees the checkout as this process does and, if so wanted, one folder more, where the runs go. `Hosts.ssh` takes
+the place of ssh. A host ends with its first process, and that one with the test process, however that ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ while True:
     except ChildProcessError:
         time.sleep(0.1)'
 """
-"""Script of the first process of a host: NAME PYTHON FOLDER...; the folders stay visible. It reaps orphans forever."""
+"""Of the first process of a host: NAME PYTHON FOLDER..., which stay in sight. It stays, and reaps what parents left."""
 
 _SSH = """#!/usr/bin/env bash
 # SSH HOST COMMAND
@@ -56,36 +56,36 @@ exec nsenter -t "$pid" -n -m -p -u -i -- env -i {environment} bash -c "$2"
 
 
 def missing() -> str:
-    """Return why hosts cannot be made on this machine, or ''."""
+    """Why hosts cannot be made here; '' where they can."""
     if os.geteuid() != 0:
         return "hosts of their own namespaces need root"
-    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if absent:
-        return f"the commands {', '.join(absent)} are missing (Debian: apt-get install iproute2 iptables util-linux)"
+    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if lacking:
+        return f"the commands {', '.join(lacking)} are missing (Debian: apt-get install iproute2 iptables util-linux)"
     probe = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc", "hostname", "probe"]
     made = subprocess.run(probe, capture_output=True, text=True, timeout=20, check=False)
     return f"namespaces cannot be made here: {made.stderr.strip()}" if made.returncode else ""
 
 
 class Host:
-    """A simulated host; it is powered on at creation."""
+    """One of them. It is on from its making."""
 
-    def __init__(self, number: int, net: str, bridge: str, folder: Path, shared: Path, *, sees_shared: bool) -> None:
+    def __init__(self, number: int, net: str, bridge: str, folder: Path, shared: Path, *, sees: bool) -> None:
         self.name = f"host-{number}"
         self.address = f"{net}.{number}"
         self._device, self._bridge, self._folder = f"{bridge}p{number}", bridge, folder
-        # the checkout may be below /tmp
-        self._seen = [*([shared] if sees_shared else []), *([CHECKOUT] if CHECKOUT.is_relative_to("/tmp") else [])]
+        # the checkout lies below /tmp, too, where it was cloned there
+        self._seen = [*([shared] if sees else []), *([CHECKOUT] if CHECKOUT.is_relative_to("/tmp") else [])]
         self._first: subprocess.Popen[str] | None = None
         self._pid = 0
         self.power_on()
 
     def power_on(self) -> None:
-        """Boot the host with an empty /tmp."""
+        """Boot it, with an empty /tmp."""
         spaces = ["--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
-        guard, python = ("setpriv", "--pdeathsig", "KILL"), os.path.realpath(sys.executable)
+        tied, python = ("setpriv", "--pdeathsig", "KILL"), os.path.realpath(sys.executable)
         self._first = subprocess.Popen(
-            [*guard, "unshare", *spaces, "bash", "-c", _BOOT, "boot", self.name, python, *map(str, self._seen)],
+            [*tied, "unshare", *spaces, "bash", "-c", _BOOT, "boot", self.name, python, *map(str, self._seen)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -102,34 +102,34 @@ class Host:
         (self._folder / f"{self.address}.pid").write_text(str(self._pid))
 
     def power_off(self) -> None:
-        """Kill every process of the host at once and remove its network, without notifying any peer."""
+        """Every process of it is gone at once, and so is its network; nobody is told."""
         if self._first is None:
             return
         (self._folder / f"{self.address}.pid").unlink(missing_ok=True)
-        # Remove the network first, so that exiting processes cannot notify their peers.
+        # Its end of the network first: a host that loses power sends no farewell.
         subprocess.run(["ip", "link", "delete", self._device], capture_output=True, check=False)
         self._first.kill()
         self._first.communicate(timeout=20)
         self._first = None
 
     def prefix(self) -> list[str]:
-        """Return the prefix of a command that runs it on the host."""
+        """Put before a command to run it there."""
         return ["nsenter", "-t", str(self._pid), "-n", "-m", "-p", "-u", "-i", "--"]
 
     def inside(self, *command: str) -> str:
-        """Run a command on the host and return its output.
+        """What a command there prints.
 
         Raises:
-            OSError: the command failed.
+            OSError: it failed.
         """
         return run(*self.prefix(), *command)
 
     def tied_prefix(self) -> list[str]:
-        """Return `prefix` for a command that is killed when its parent exits."""
+        """The same; the command ends with the process that is made of it."""
         return [*self.prefix(), "setpriv", "--pdeathsig", "KILL"]
 
     def processes(self) -> list[str]:
-        """Return the command lines of the host's processes, except the first one and this `ps`."""
+        """Command lines of all that runs there, but for the first process and this question."""
         lines = self.inside("ps", "-eo", "pid=,stat=,args=").splitlines()
         rows = [line.split(maxsplit=2) for line in lines]
         return [
@@ -137,55 +137,55 @@ class Host:
         ]
 
     def listening(self) -> list[str]:
-        """Return ADDRESS:PORT of every listening socket."""
+        """ADDRESS:PORT of all that listens there."""
         return sorted(line.split()[3] for line in self.inside("ss", "-Hltn").splitlines())
 
     def files(self) -> list[str]:
-        """Return all files in the host's /tmp (with its home) and /dev/shm, except folders of this machine."""
+        """Everything in its /tmp, which holds its home, and in its /dev/shm; not the folders of this machine there."""
         pruned = [word for folder in self._seen for word in ("-path", str(folder), "-prune", "-o")]
         found = self.inside("find", "/tmp", "/dev/shm", "-mindepth", "1", *pruned, "-print")
-        expected = {str(parent) for folder in self._seen for parent in folder.parents} | {
+        own_way = {str(parent) for folder in self._seen for parent in folder.parents} | {
             "/tmp/home",
             "/tmp/home/.cache",
         }
-        return sorted(set(found.splitlines()) - expected)
+        return sorted(set(found.splitlines()) - own_way)
 
     # --- its network ------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Drop every packet in both directions, without notifying either side."""
+        """Drop every packet in both directions; neither side is told."""
         (self._folder / f"{self.address}.cut").touch()
         self.inside("iptables", "-I", "INPUT", "-i", "eth0", "-j", "DROP")
         self.inside("iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
 
     def lose(self, share: float) -> None:
-        """Drop this share of the incoming packets at random."""
+        """Drop this share of the packets that come, at random."""
         chance = ("-m", "statistic", "--mode", "random", "--probability", str(share))
         self.inside("iptables", "-A", "INPUT", "-i", "eth0", *chance, "-j", "DROP")
 
     def slow_down(self, megabits_per_s: float) -> None:
-        """Limit both directions to this rate; packets beyond a queue of 0.4 s are dropped."""
+        """Limit both directions to this rate; what does not fit a queue of 0.4 s is dropped."""
         limit = ("root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "32kbit", "latency", "400ms")
         run("tc", "qdisc", "replace", "dev", self._device, *limit)
         self.inside("tc", "qdisc", "replace", "dev", "eth0", *limit)
 
     def num_dropped(self) -> int:
-        """Return how many packets the current rules dropped, as evidence that the fault was injected."""
+        """How many packets the rules of now have dropped: that an injection took place."""
         listed = self.inside("iptables", "-L", "-v", "-x", "-n")
         return sum(int(line.split()[0]) for line in listed.splitlines() if " DROP " in line and "Chain" not in line)
 
     def heal(self) -> None:
-        """Remove every rule and limit."""
+        """Take every rule and limit away."""
         (self._folder / f"{self.address}.cut").unlink(missing_ok=True)
         self.inside("iptables", "-F")
-        for prefix in ([], self.prefix()):
-            device = "eth0" if prefix else self._device
-            command = [*prefix, "tc", "qdisc", "delete", "dev", device, "root"]
-            subprocess.run(command, capture_output=True, check=False)
+        for where in ([], self.prefix()):
+            device = "eth0" if where else self._device
+            gone = [*where, "tc", "qdisc", "delete", "dev", device, "root"]
+            subprocess.run(gone, capture_output=True, check=False)
 
 
 class Hosts(Sequence[Host]):
-    """Hosts on a bridge to which this machine is connected too. A context manager."""
+    """Hosts on one bridge, on which this process is too. A context manager."""
 
     def __init__(
         self,
@@ -194,13 +194,13 @@ class Hosts(Sequence[Host]):
         environment: dict[str, str] | None = None,
         seen_by: Sequence[int] | None = None,
     ) -> None:
-        """Store the settings; the hosts are created on entry.
+        """Nothing is made yet.
 
         Args:
-            shared: folder visible to the hosts under its own path.
-            count: number of hosts.
-            environment: of a login shell, added to HOME and PATH.
-            seen_by: indices of the hosts that see the folder; None for all.
+            shared: the folder that hosts see where it is.
+            count: how many.
+            environment: what a login there finds, beside HOME and PATH.
+            seen_by: the hosts that see the folder, from 0; None for all.
         """
         number = random.SystemRandom().randrange(1, 250)
         self._bridge = f"lwb{os.getpid() % 10000}x{number}"[:12]
@@ -214,7 +214,7 @@ class Hosts(Sequence[Host]):
 
     @property
     def ssh(self) -> str:
-        """Return the path of the command that replaces ssh."""
+        """A command that takes the place of ssh."""
         return str(self._folder / "ssh")
 
     def __enter__(self) -> Hosts:
@@ -226,8 +226,8 @@ class Hosts(Sequence[Host]):
             run("ip", "addr", "add", f"{self._net}.254/24", "dev", self._bridge)
             run("ip", "link", "set", self._bridge, "up")
             for index in range(self._count):
-                sees_shared = index in self._seen_by
-                host = Host(index + 1, self._net, self._bridge, self._folder, self._shared, sees_shared=sees_shared)
+                sees = index in self._seen_by
+                host = Host(index + 1, self._net, self._bridge, self._folder, self._shared, sees=sees)
                 self._hosts.append(host)
         except BaseException:
             self.__exit__()
@@ -247,10 +247,10 @@ class Hosts(Sequence[Host]):
 
 
 def run(*command: str) -> str:
-    """Run a command and return its output.
+    """What it prints.
 
     Raises:
-        OSError: the command failed.
+        OSError: it failed.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
@@ -258,15 +258,15 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def wait_until(name: str, condition, limit_s: float, every_s: float = 0.5) -> float:
-    """Wait until `condition()` is true; return the seconds that this took.
+def wait_until(what: str, look, limit_s: float, every_s: float = 0.5) -> float:
+    """Seconds until `look()` is true.
 
     Raises:
-        TimeoutError: it was not true within `limit_s`.
+        TimeoutError: it did not become so.
     """
     started = time.monotonic()
-    while not condition():
+    while not look():
         if time.monotonic() - started > limit_s:
-            raise TimeoutError(f"waited {limit_s:g} s for {name}")
+            raise TimeoutError(f"waited {limit_s:g} s for {what}")
         time.sleep(every_s)
     return time.monotonic() - started

@@ -1,9 +1,10 @@
-"""Results of the fault tests: markers, the recorder that tests write to, and the page made from it.
+"""What every fault showed: markers, the recorder that tests write to, and the page made of it.
 
-A test of the fault matrix carries `@pytest.mark.fault(row, injection)`. Its positive control, which is the same
-injection with the protection switched off, carries `@pytest.mark.fault(row, protection, control=True)`. Both may name
-required programs (`tools=("strace",)`), require root, and be limited to the full run (`full=True`). Controls always
-are, because they test the tests. LEEWAY_FAULTS=all selects the full run.
+A test of the fault matrix carries `@pytest.mark.fault(row, injection)`; its positive control, the same
+injection with the protection switched off, `@pytest.mark.fault(row, protection, control=True)`.
+Both may name the programs they need (`tools=("strace",)`), whether they need root, and whether they
+are for the full run alone (`full=True`), as controls always are: they test the tests. The full run is
+LEEWAY_FAULTS=all.
 """
 
 import os
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from tests.full import FULL
 
 PAGE = os.environ.get("LEEWAY_FAULTS_PAGE")
-"""File to which the table is written; None writes nothing."""
+"""Where to write the table; unset: nowhere."""
 
 PACKAGES = {
     "strace": "strace",
@@ -31,43 +33,43 @@ PACKAGES = {
     "faketime": "faketime",
     "fallocate": "util-linux",
 }
-"""Debian package of each program."""
+"""Program -> its package in Debian."""
 
 
 @dataclass
-class Row:
-    """Row of one test."""
+class Shown:
+    """One test's line."""
 
     row: int | str
-    label: str
+    what: str
     control: bool
     outcome: str = "not run"
     notes: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """Return the row of the table."""
-        label = f"*control:* {self.label}" if self.control else self.label
+        """The line of the table."""
+        what = f"*control:* {self.what}" if self.control else self.what
         result = self.outcome if self.outcome == "passed" else f"**{self.outcome}**"
-        cells = (str(self.row), label, result, ", ".join(self.notes) or "-")
+        cells = (str(self.row), what, result, ", ".join(self.notes) or "-")
         return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
 class Recorder:
-    """Collects the results of the tests."""
+    """Tests write what they showed into it."""
 
     def __init__(self) -> None:
-        self.shown: dict[str, Row] = {}
+        self.shown: dict[str, Shown] = {}
 
     def write(self, path: Path) -> None:
-        """Write the page."""
+        """Make the page."""
         tests = sorted(self.shown.values(), key=lambda shown: (isinstance(shown.row, str), shown.row, shown.control))
         passed = sum(test.outcome == "passed" for test in tests)
         lines = [
             "# The fault matrix, measured",
             "",
             f"Written by `make faults` on {time.strftime('%Y-%m-%d')}, {_machine()}: {passed} of {len(tests)} tests "
-            "passed. A *control* is the same injection with the protection switched off: it passes if the loss "
-            "occurs, which proves that the tests of its row detect it.",
+            "passed. A *control* is the same injection with the protection switched off: it passes where the loss "
+            "shows, and proves that the tests of its row are not blind.",
             "",
             "| # | injection, or what is switched off | result | what it showed |",
             "|---|---|---|---|",
@@ -83,20 +85,20 @@ def _machine() -> str:
 
 
 def missing_tools(tools: Iterable[str]) -> str:
-    """Return which of these programs are missing and how to install them, or ''."""
+    """Which of these programs are missing, and how to get them; '' where none is."""
     missing = [tool for tool in tools if shutil.which(tool) is None]
     packages = sorted({PACKAGES.get(tool, tool) for tool in missing})
     return f"needs {', '.join(missing)} (apt-get install {' '.join(packages)})" if missing else ""
 
 
-def parse(marker: pytest.Mark) -> Row:
-    """Return the empty row for a test's marker."""
-    row, label = marker.args
-    return Row(row, label, control=bool(marker.kwargs.get("control")))
+def parse(marker: pytest.Mark) -> Shown:
+    """The line that a test's marker opens."""
+    row, what = marker.args
+    return Shown(row, what, control=bool(marker.kwargs.get("control")))
 
 
 def reason_to_skip(marker: pytest.Mark) -> str | None:
-    """Return why the test cannot run on this machine or in this run, or None."""
+    """Why the test cannot run here, or not in this run."""
     if (marker.kwargs.get("full") or marker.kwargs.get("control")) and not FULL:
         return "part of `make faults`"
     if missing := missing_tools(marker.kwargs.get("tools", ())):
@@ -107,5 +109,5 @@ def reason_to_skip(marker: pytest.Mark) -> str | None:
 
 
 def as_text(counts: Counter[str]) -> str:
-    """Return the counts as text: `fdatasync 5, writev 3`."""
+    """`fdatasync 5, writev 3`."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""`gc_disabled` disables the garbage collector in its block and then restores its state."""
+"""Imports without the garbage collector: it is off in the block, and afterwards as it was."""
 
 import contextlib
 import gc
@@ -6,21 +6,21 @@ import multiprocessing
 
 import pytest
 
-from leeway.actors.engine_setup import gc_disabled_children
-from leeway.common.process import gc_disabled
+from actors.engine_setup import uncollected_children
+from common.process import uncollected
 
 
-def test_the_collector_is_disabled_in_the_block_and_enabled_after_an_error():
-    with contextlib.suppress(ImportError), gc_disabled():
+def test_the_collector_is_off_in_the_block_and_on_again_after_an_error():
+    with contextlib.suppress(ImportError), uncollected():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
 
 
-def test_a_disabled_collector_stays_disabled():
+def test_where_it_was_off_it_stays_off():
     gc.disable()
     try:
-        with gc_disabled():
+        with uncollected():
             pass
         assert not gc.isenabled()
     finally:
@@ -28,10 +28,10 @@ def test_a_disabled_collector_stays_disabled():
 
 
 @pytest.mark.process
-def test_only_processes_spawned_in_gc_disabled_children_start_without_the_collector():
+def test_processes_that_are_spawned_in_the_block_begin_without_and_others_with():
     context = multiprocessing.get_context("spawn")
     found = []
-    for block in (gc_disabled_children(), gc_disabled()):
+    for block in (uncollected_children(), uncollected()):
         with block, context.Pool(1) as pool:
             found.append(pool.apply(gc.isenabled))
     assert found == [False, True]

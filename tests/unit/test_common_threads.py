@@ -1,20 +1,20 @@
-"""`DaemonThreads` limits the number of running threads; only running calls count."""
+"""Calls in threads of their own: a place is taken by those that run alone."""
 
 import threading
 
 import pytest
 
-from leeway.common.process import DaemonThreads, ThreadsExhausted
+from common.process import DaemonThreads, ThreadsExhausted
 
 
-def test_a_thread_that_fails_to_start_frees_its_slot(monkeypatch):
+def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch):
     threads = DaemonThreads("calls", max_threads=1)
 
-    def fail(_):
+    def refuse(_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
             threads.submit(int)
     entered, leave = threading.Event(), threading.Event()

@@ -1,12 +1,12 @@
-"""Run a `leeway` command in the test process, where its imports are already loaded."""
+"""A command of ours in the process of the test, which has imported what it needs."""
 
 import pytest
 
 
 def leeway_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Return the exit status, stdout and stderr of `leeway ...`."""
-    from leeway.launch.cli import main
+    """Status, output and errors of `leeway ...`."""
+    from launch.cli import main
 
     status = main([*map(str, arguments)])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    said = capsys.readouterr()
+    return status, said.out, said.err
