@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 BOUND_S = 25.0
 """From the signal to the end of the last process; a manager of jobs kills after 30 s. Half of it is imports of
 processes that begin or report then, so machines differ: the page has what each took."""
+
 Send = Callable[[LiveRun, signal.Signals], None]
 
 
@@ -65,12 +66,7 @@ WAYS: dict[signal.Signals, tuple[Send, ...]] = {
     signal.SIGUSR1: (to_command, to_everybody),
     signal.SIGUSR2: (to_group,),
 }
-CASES = [
-    (number, ways[(first + place) % len(ways)], phase)
-    for first, (number, ways) in enumerate(WAYS.items())
-    for place, phase in enumerate(PHASES)
-]
-"""Every signal in every phase, and every way to send it in one of them."""
+"""Signal -> the ways in which it is sent, each in every phase."""
 
 
 def seconds_to_end(run: LiveRun, send: Send, number: signal.Signals) -> float:
@@ -102,7 +98,8 @@ def start_run(tmp_path):
 
 
 @pytest.mark.fault("S", "a signal", full=True)
-@pytest.mark.parametrize(("number", "send", "phase"), CASES)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("number", "send"), [(number, send) for number, ways in WAYS.items() for send in ways])
 def test_a_signal_ends_a_run_soon_with_its_page(start_run, show, number, send, phase):
     num_steps = "2" if phase == "export" else "100000"
     # what follows an export takes seconds, so that a signal in it does not come when all is done
